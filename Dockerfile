@@ -25,7 +25,7 @@ RUN printf '%s\n' 'set -eu' \
 # By themselves, so that only a change of these, and none of the code, installs them anew.
 FROM build AS requirements
 COPY pyproject.toml ./
-RUN for extra in router engine; do \
+RUN for extra in router engine tracing; do \
         python3 -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
             print(*p['dependencies'], *p['optional-dependencies'][sys.argv[1]], sep='\n')" $extra > $extra.txt; \
     done
@@ -55,8 +55,9 @@ WORKDIR /tmp
 USER 10001:10001
 
 FROM build AS router-requirements
-COPY --from=requirements /src/router.txt ./
-RUN $PIP install -r router.txt && sh /prune
+COPY --from=requirements /src/router.txt /src/tracing.txt ./
+COPY constraints.txt ./
+RUN $PIP install -c constraints.txt -r router.txt -r tracing.txt && sh /prune
 
 FROM runtime AS router
 LABEL org.opencontainers.image.title=pdserve-router
@@ -68,12 +69,12 @@ CMD ["pdserve-router"]
 
 FROM build AS worker-requirements
 RUN apt-get update && apt-get install -y --no-install-recommends g++
-COPY --from=requirements /src/engine.txt ./
+COPY --from=requirements /src/engine.txt /src/tracing.txt ./
 COPY constraints.txt ./
 ARG VARIANT
 # PyPI's torch is the one for CUDA.
 RUN if [ $VARIANT = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; fi; \
-    $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r engine.txt \
+    $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r engine.txt -r tracing.txt \
     && $PIP install --no-deps -c constraints.txt xgrammar
 # NIXL brings its expert parallelism, torch its headers, tests and tools.
 RUN sh /prune \

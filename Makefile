@@ -17,12 +17,21 @@ DEV_INSTALLED := $(VENV)/.dev-installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
-# Two processes of tests; one that waits for threads of the other's must not spin meanwhile.
-IN_PARALLEL := -n 2 --dist loadfile
+# Two processes of tests, which take files in the order of tests/conftest.py. One that waits for threads of the other's
+# must not spin meanwhile.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# A test that hangs ends its process, which prints where its threads are, and fails. So long takes none, anywhere; what
+# goes on for longer is in the soak.
+PYTEST := $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true -o faulthandler_timeout=1800
 SANITIZED := .bench/sanitized-kernels
 CRDS := .crds/.installed
 CLIENTS := .clients/.installed
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# Of the machine with a GPU: its Python, its platforms, and what its image lacks, as bench_gpu.py names it.
+GPU_PYTHON ?= 3.12
+GPU_PLATFORMS := any $(foreach glibc,17 24 27 28,manylinux_2_$(glibc)_x86_64) manylinux2014_x86_64
+GPU_WHEELS ?= annotated-types apache-tvm-ffi grpcio-health-checking==1.74.* grpcio-reflection==1.74.* httptools \
+	msgspec nixl-cu13 pydantic pydantic-core pytest-asyncio starlette typing-inspection uvicorn xgrammar
 # cpu or cuda.
 VARIANT ?= cpu
 # pip would retry for each package where it is out of reach.
@@ -30,7 +39,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars images test-images protos chart pictures lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars gpu-wheels images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -60,23 +69,23 @@ up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
 test: $(DEV_INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live and not clients' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
+	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not soak and not images and not live and not clients' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
+	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
 
-test-fast: $(DEV_INSTALLED) ## Run the tests that take under 2 minutes together
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live and not clients' $(IN_PARALLEL)
+test-fast: $(DEV_INSTALLED) ## Run the tests that take a second or less each
+	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not slow and not soak and not images and not live and not clients' $(IN_PARALLEL)
 
 test-live: $(DEV_INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
 	sh tests/live/install.sh
-	$(BIN)/python -m pytest -m live tests/live
+	$(PYTEST) -m live tests/live
 
-test-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU, and say on one page what became of them
+	$(BIN)/python benchmarks/bench_gpu.py --only kernels,transport,engine,sleep,memory
 
 test-sanitized: $(DEV_INSTALLED) ## Run the C++ kernels' tests under the address and undefined-behaviour sanitizers
 	$(BIN)/python -m pdserve_kernels.cpu.build --sanitize --output $(SANITIZED)
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys \
+		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(PYTEST) --capture=sys \
 		tests/kernels/test_cpu_*.py tests/kernels/test_lora.py
 
 $(CRDS): Makefile
@@ -92,20 +101,20 @@ $(CLIENTS): tests/clients/install.sh tests/clients/requirements.txt
 	@touch $@
 
 clients: $(DEV_INSTALLED) $(CLIENTS) ## Run OpenAI's SDKs, LangChain, litellm, guidellm, lm-eval, grpc-js and Schemathesis against a stack
-	$(BIN)/python -m pytest -m clients tests/clients
+	$(PYTEST) -m clients tests/clients
 
 crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
-soak: $(DEV_INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
-	$(BIN)/python -m pytest -m soak
-	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
-	PDSERVE_FAULTS=all PDSERVE_FAULT_RANKS=2 $(BIN)/python -m pytest tests/faults/test_matrix.py -k 'not random'
+soak: $(DEV_INSTALLED) ## Run what make test leaves out, then all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
+	$(PYTEST) -o faulthandler_timeout=14400 -m soak
+	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(PYTEST) tests/faults/test_matrix.py
+	PDSERVE_FAULTS=all PDSERVE_FAULT_RANKS=2 $(PYTEST) tests/faults/test_matrix.py -k 'not random'
 
 fuzz: $(DEV_INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prints the seed and the smallest input that fails
 	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 		seed=$${FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
 		echo "FUZZ_SEED=$$seed FUZZ_FACTOR=$(FUZZ_FACTOR)"; \
-		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q $(IN_PARALLEL) \
+		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(PYTEST) -q $(IN_PARALLEL) \
 			--hypothesis-seed=$$seed tests/fuzz || exit 1; \
 	done
 
@@ -132,8 +141,16 @@ bench-cpu: $(DEV_INSTALLED) $(PEERS_INSTALLED) ## Run our engine, vLLM and trans
 	$(BIN)/python benchmarks/bench_cpu.py
 	$(BIN)/python benchmarks/bench_cpu.py --served
 
-bench-gpu: $(DEV_INSTALLED) ## Run kernels, engine, transformers and handoff on this machine's GPU
+bench-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU, kernels, engine, transformers and handoff on this machine's GPU
 	$(BIN)/python benchmarks/bench_gpu.py
+
+gpu-wheels: ## Download into .gpu-wheels what a machine with torch and Triton lacks; for bench_gpu.py --wheels .gpu-wheels
+	@rm -rf .gpu-wheels
+	$(PYTHON) -m pip download --disable-pip-version-check -q --no-deps --only-binary=:all: -c constraints.txt \
+		--python-version $(GPU_PYTHON) $(addprefix --platform ,$(GPU_PLATFORMS)) -d .gpu-wheels $(GPU_WHEELS)
+	@# Half of NIXL's is for experts of a mixture over several machines; nothing here imports it.
+	@if command -v zip >/dev/null; then zip -qd .gpu-wheels/nixl_cu1*.whl 'nixl_ep_*'; fi
+	@du -sh .gpu-wheels
 
 bench-grammars: $(DEV_INSTALLED) ## Run the benchmark of what grammars cost steps, first tokens and neighbours
 	$(BIN)/python benchmarks/bench_grammars.py
@@ -148,7 +165,7 @@ images: ## Build the images of routers and workers; VARIANT=cuda for GPUs
 
 test-images: $(DEV_INSTALLED) ## Build images and test them as containers; installs Docker from Debian, takes 10 minutes
 	sh tests/images/install.sh
-	$(BIN)/python -m pytest -m images -rP tests/images
+	$(PYTEST) -m images -rP tests/images
 
 chart: $(DEV_INSTALLED) ## Bring the chart's schema, README and dashboards up to date with the code and its values
 	$(BIN)/python tools/update_chart.py
@@ -170,4 +187,4 @@ typecheck: $(DEV_INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(PEERS) .bench .run .clients .crds .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .run .clients .crds .gpu-wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis

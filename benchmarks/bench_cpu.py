@@ -115,7 +115,8 @@ def versions(peers: Sequence[str]) -> dict[str, str]:
 def run_offline(args: argparse.Namespace) -> dict[str, object]:
     """Time all systems, print a table and return what the JSON file says of it."""
     model = read_model_config(args.model)
-    assert isinstance(model, LlamaConfig), f"{args.model} is not one of our own models"
+    is_ours = isinstance(model, LlamaConfig) and model.experts is None
+    assert is_ours, f"{args.model} is not one of our own models without experts"
     meter = LimitsMeter(CORES)
     with ExitStack() as stack:
         systems = {name: stack.enter_context(start(name, args)) for name in (OURS, *args.peers)}

@@ -1,9 +1,10 @@
 """Time the C++ kernels for CPUs beside others and this machine's limits, call by call in turn.
 
-The others are oneDNN in bf16, for attention the reference set. Prints Markdown. The fastest call of
-each counts, so that other load on the machine matters little. Weights, and layers of a KV cache,
-are taken in turn and together exceed the caches, as those of a model do. Of two bounds, the time to
-read what has to be read and the time to multiply at the full rate, the larger is the limit.
+The others are oneDNN in bf16, for attention the reference set, for experts transformers' own loop.
+Prints Markdown. The fastest call of each counts, so that other load on the machine matters little.
+Weights, and layers of a KV cache, are taken in turn and together exceed the caches, as those of a
+model do. Of two bounds, the time to read what has to be read and the time to multiply at the full
+rate, the larger is the limit.
 """
 
 import argparse
@@ -14,22 +15,35 @@ from types import ModuleType
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from cpu_limits import DOT_FLOPS, DOTS, Kernel, fastest, load_limits
 
 from pdserve_kernels import cpu, name_of, reference
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.moe import route
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
 from pdserve_kernels.sampling_batch import MASK_BITS, SamplingBatch, num_mask_words
 
 # [out_features, in_features] of a 0.6B model with a small vocabulary.
 LAYER = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = {"lm_head": (32000, 1024)}
+# Of Qwen3-30B-A3B, a quarter of its experts: hidden_size, moe_intermediate_size, experts, top_k.
+EXPERTS = (2048, 768, 32, 8)
 # Bits and group size of integer weights, as `--quantization` makes them.
 QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
 # Of a large vocabulary, for masks, and how many tokens these allow; None is no mask.
 MASKED_HEAD = (151_936, 1024)
 ALLOWED_TOKENS = (None, 1000, 64, 5)
+# Logits of a large vocabulary, by how far they spread, and what is asked of them.
+SPREADS = {"normal, deviation 3": 3.0, "deviation 1": 1.0, "within 1/64": 1e-3, "all equal": 0.0}
+FILTERS: dict[str, tuple[int, float]] = {
+    "none": (0, 1.0),
+    "top-k 50": (50, 1.0),
+    "top-p 0.95": (0, 0.95),
+    "top-k 100,000": (100_000, 1.0),
+    "and top-p 0.999": (100_000, 0.999),
+}
 NUM_LAYERS = 28
 COLD_BYTES = 2**28
 # Of the same model's attention.
@@ -116,6 +130,71 @@ def bench_whole_model(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
 
         names = {name: lambda name=name: run(name) for name in steps[0]}
         report("whole model | bf16", rows, layers * NUM_LAYERS + head, names, limits, args)
+
+
+class Experts:
+    """The experts of a layer, as we have them and as transformers does."""
+
+    def __init__(self) -> None:
+        hidden, size, self.num_experts, self.top_k = EXPERTS
+        self.router = (torch.randn(self.num_experts, hidden) * 0.05).bfloat16()
+        self.gate_up = (torch.randn(self.num_experts, 2 * size, hidden) * 0.05).bfloat16()
+        self.down = (torch.randn(self.num_experts, hidden, size) * 0.05).bfloat16()
+        mlps = zip(self.gate_up, self.down, strict=True)
+        packed = cpu.pack_moe(self.router, mlps, top_k=self.top_k, renormalize=True)
+        assert isinstance(packed, cpu.moe.MoeWeight)
+        self.packed = packed
+        self.weights_of_expert = 3 * hidden * size
+
+    def used_by(self, x: torch.Tensor) -> list[int]:
+        """Return the ids of the experts that rows have."""
+        _, ids = route(x @ self.router.T, self.top_k, renormalize=True)
+        return sorted(set(ids.flatten().tolist()))
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        """What transformers' Qwen3MoeExperts does, expert by expert."""
+        shares = torch.softmax((x @ self.router.T).float(), dim=-1)
+        shares, ids = torch.topk(shares, self.top_k, dim=-1)
+        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in sorted(set(ids.flatten().tolist())):
+            rows, places = torch.where(ids == expert)
+            gate, up = F.linear(x[rows], self.gate_up[expert]).chunk(2, dim=-1)
+            brought = F.linear(F.silu(gate) * up, self.down[expert])
+            out.index_add_(0, rows, brought * shares[rows, places, None])
+        return out
+
+    def read(self, used: Sequence[int], limits: ctypes.CDLL) -> None:
+        for weights in (self.packed.gate_up, self.packed.down):
+            for expert in used:
+                for tensor in read_of(weights[expert]):
+                    limits.read_bytes(tensor.data_ptr(), tensor.nbytes)
+
+
+def bench_experts(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
+    print(
+        "| rows | experts used | µs | transformers' loop / ours | limit / ours | GB/s | GFLOP/s |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    experts = Experts()
+    for rows in (rows for rows in args.rows if rows in (1, 8, 64)):
+        x = torch.randn(rows, EXPERTS[0]).bfloat16()
+        used = experts.used_by(x)
+        kernels: dict[str, Kernel] = {
+            "ours": lambda x=x: cpu.fused_moe(x, experts.packed),  # type: ignore[misc]
+            "loop": lambda x=x: experts.loop(x),  # type: ignore[misc]
+            "read": lambda used=used: experts.read(used, limits),  # type: ignore[misc]
+            "dots": lambda: limits.dot_pairs(DOTS),
+        }
+        best = fastest(kernels, args.seconds)
+        flops = 2 * rows * experts.top_k * experts.weights_of_expert
+        limit = max(best["read"], flops * best["dots"] / (args.threads * DOTS * DOT_FLOPS))
+        ours, num_bytes = best["ours"], 2 * len(used) * experts.weights_of_expert
+        print(
+            f"| {rows} | {len(used)} | {ours * 1e6:.0f} | {best['loop'] / ours:.2f} "
+            f"| {limit / ours:.2f} | {num_bytes / ours / 1e9:.1f} | {flops / ours / 1e9:.0f} |",
+            flush=True,
+        )
 
 
 def bench_attention(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
@@ -218,20 +297,45 @@ def mask_kernels(
     x: torch.Tensor, head: cpu.LinearWeight, logits: torch.Tensor
 ) -> dict[str, Kernel]:
     n = len(x)
-    batch = SamplingBatch(
-        temperature=np.ones(n, dtype=np.float32),
-        top_k=np.zeros(n, dtype=np.int64),
-        top_p=np.ones(n),
-        min_p=np.zeros(n, dtype=np.float32),
-        seeds=np.arange(n),
-        positions=np.zeros(n, dtype=np.int64),
-    )
+    batch = sampling_batch(n)
     kernels: dict[str, Kernel] = {}
     for count in ALLOWED_TOKENS:
         mask = None if count is None else random_mask(n, count)
         kernels[f"greedy {count}"] = lambda mask=mask: cpu.linear_argmax(x, head, mask=mask)
         kernels[f"drawn {count}"] = lambda mask=mask: cpu.sample(logits, batch, mask=mask)
     return kernels
+
+
+def sampling_batch(n: int, top_k: int = 0, top_p: float = 1.0) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.ones(n, dtype=np.float32),
+        top_k=np.full(n, top_k),
+        top_p=np.full(n, top_p),
+        min_p=np.zeros(n, dtype=np.float32),
+        seeds=np.arange(n),
+        positions=np.zeros(n, dtype=np.int64),
+    )
+
+
+def bench_filters(args: argparse.Namespace) -> None:
+    """Draws from logits that spread and logits that crowd."""
+    print("| logits | rows | " + ", µs | ".join(FILTERS) + ", µs |")
+    print("|---" * (2 + len(FILTERS)) + "|")
+    for (name, spread), dtype, rows in itertools.product(
+        SPREADS.items(), (torch.bfloat16, torch.float32), (1, 8)
+    ):
+        logits = (torch.randn(rows, MASKED_HEAD[0]) * spread + 1.0).to(dtype)
+        best = fastest(filter_kernels(logits), args.seconds)
+        cells = " | ".join(f"{best[filters] * 1e6:.0f}" for filters in FILTERS)
+        print(f"| {name}, {str(dtype)[6:]} | {rows} | {cells} |", flush=True)
+
+
+def filter_kernels(logits: torch.Tensor) -> dict[str, Kernel]:
+    batches = {name: sampling_batch(len(logits), *wanted) for name, wanted in FILTERS.items()}
+    return {
+        name: lambda batch=batch: cpu.sample(logits, batch)  # type: ignore[misc]
+        for name, batch in batches.items()
+    }
 
 
 def random_mask(num_rows: int, count: int) -> torch.Tensor:
@@ -267,15 +371,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per line of a table")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 512])
-    parser.add_argument("--only", nargs="+", choices=("linear", "model", "attention", "masks"))
+    kinds = ("linear", "model", "experts", "attention", "masks", "filters")
+    parser.add_argument("--only", nargs="+", choices=kinds)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     limits = load_limits()
     benchmarks = {
         "linear": lambda: bench_linear(args, limits),
         "model": lambda: bench_whole_model(args, limits),
+        "experts": lambda: bench_experts(args, limits),
         "attention": lambda: bench_attention(args, limits),
         "masks": lambda: bench_masks(args),
+        "filters": lambda: bench_filters(args),
     }
     for name in args.only or benchmarks:
         benchmarks[name]()

@@ -28,7 +28,7 @@ from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.llama import lora_targets
+from pdserve_engine.models.llama_weights import lora_targets
 from pdserve_engine.models.registry import read_model_config
 
 # That come by turns: each is read, checked and packed anew.

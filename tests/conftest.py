@@ -1,11 +1,12 @@
 """Fixtures shared by the suites: small random models and what transformers generates with them."""
 
 import functools
+import gc
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ pytest.register_assert_rewrite("support")
 
 from support.certificates import CertificateAuthority  # noqa: E402
 from support.hub import FakeHub  # noqa: E402
-from support.models import SERVED_VOCAB_SIZE, build_model, save_byte_tokenizer  # noqa: E402
+from support.models import (  # noqa: E402
+    LLAVA,
+    SERVED_VOCAB_SIZE,
+    build_model,
+    save_byte_tokenizer,
+    save_preprocessor_config,
+)
 
 # The same examples in every run, on a machine however busy: a run must not fail by chance.
 settings.register_profile(
@@ -53,12 +60,75 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     hub.close()
 
 
+# As it is before it is patched.
+unfreeze_garbage = gc.unfreeze
+
+# Those that take longest start first: at the end no process of tests is left alone with one.
+LONGEST = (
+    "faults/test_matrix.py",
+    "kernels/test_triton_without_gpu.py",
+    "engine/test_cuda_graphs.py",
+    "engine/test_engine_client_contract.py",
+    "engine/test_draft_model.py",
+    "engine/test_parallel_models.py",
+    "engine/test_cuda_runner.py",
+    "engine/test_cuda_ranks.py",
+    "engine/test_exact.py",
+    "engine/test_grammar_drafts.py",
+    "engine/lora/test_life.py",
+    "router/test_large_messages.py",
+    "kv_transfer/test_transports.py",
+    "kv_transfer/test_sharded_transport.py",
+    "router/test_edge_processes.py",
+    "helm/test_live.py",
+    "integration/test_command.py",
+    "faults/test_recovery.py",
+    "integration/test_tensor_parallel.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, in which order `make test` runs them."""
+    tests = Path(__file__).parent
+    order = {tests / name: index for index, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in order)
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: collections of garbage would find nothing there."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Nor would later ones, half a second each, of which each start of an engine makes two. Those
+    that follow are for what tests make, and for all of it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that look for leaks at the end find none."""
+    unfreeze_garbage()
+
+
 def pytest_configure() -> None:
     """A shell starts what it puts in the background with SIGINT ignored; children would inherit
     that, and no test could interrupt them.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from support.interpreted import quicken_interpreter
+
+        quicken_interpreter()
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +153,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             folders[key] = tmp_path_factory.mktemp("model")
             model = build_model(architecture, overrides).to(getattr(torch, dtype))
             model.save_pretrained(folders[key], max_shard_size=shard_size or "5GB")
+            if architecture == LLAVA:
+                save_preprocessor_config(folders[key])
         return folders[key]
 
     return make
@@ -95,7 +167,7 @@ def make_served_model(make_model: Callable[..., Path]) -> Callable[..., Path]:
     def make(architecture: str, **overrides: object) -> Path:
         folder = make_model(architecture, vocab_size=SERVED_VOCAB_SIZE, **overrides)
         if not (folder / "tokenizer.json").exists():
-            save_byte_tokenizer(folder)
+            save_byte_tokenizer(folder, has_pictures=architecture == LLAVA)
         return folder
 
     return make

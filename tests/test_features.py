@@ -12,7 +12,7 @@ ROWS = [
         ("D", range(1, 8)),
         ("E", range(1, 6)),
         ("F", range(1, 9)),
-        ("G", (*range(1, 9), *range(10, 13), *range(14, 18))),
+        ("G", (*range(1, 9), *range(10, 18))),
     )
     for number in numbers
 ]

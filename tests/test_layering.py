@@ -33,7 +33,8 @@ FLOORS = {
         ("request",),
         ("kv", "lora", "sampling", "spec_decode"),
         ("models",),
-        ("kv_transfer",),
+        ("kv_transfer", "pooling"),
+        ("kv_offload",),
         ("core",),
         ("runner",),
         ("executor",),
@@ -59,8 +60,13 @@ FENCED = {
     "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
     "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),
+    "flash_attn_interface": ("kernels/pdserve_kernels/triton/flash_attn",),
+    # Only where a model takes pictures.
+    "PIL": ("router/pdserve_router/text/picture_files.py",),
     # It imports torch.
     "xgrammar": ("engine/pdserve_engine/grammar/",),
+    # Only where spans are asked for.
+    "opentelemetry": ("common/pdserve_common/tracing.py",),
     "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
     "grpc": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
     "google": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
@@ -74,7 +80,7 @@ READ_THE_CLOCK = {
     "common/pdserve_common/followed.py": "files of the machine",
     "common/pdserve_common/load_log.py": "a log",
     "common/pdserve_common/metrics_server.py": "sockets of Prometheus",
-    "common/pdserve_common/validation.py": "ages and timeouts of the wire",
+    "common/pdserve_common/request_validation.py": "ages and timeouts of the wire",
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
     "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",
     "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",

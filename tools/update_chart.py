@@ -42,6 +42,9 @@ OWNED = {
     "tls_ca_file",
     "tls_server_name",
     "api_keys_file",
+    "otlp_traces_endpoint",
+    "kv_offload_disk_path",
+    "kv_offload_disk_bytes",
 }
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _DOC = "# -- "

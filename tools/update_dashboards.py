@@ -785,6 +785,40 @@ def pool() -> Dashboard:
             ),
         ],
     )
+    pictures = Row(
+        title="Pictures",
+        panels=[
+            Panel(
+                title="Tensors held",
+                unit="bytes",
+                queries={"{{pod}}": f"pdserve_tensor_cache_bytes{{{labels}}}"},
+                description=(
+                    "Pixels of pictures that routers have put. At tensor_cache_bytes the least "
+                    "recently used make room, which costs nothing."
+                ),
+            ),
+            Panel(
+                title="Tensors put",
+                unit="ops",
+                is_stacked=True,
+                queries={
+                    "{{outcome}}": sum_rate("pdserve_tensor_puts_total", labels, by="outcome"),
+                    "evicted": sum_rate("pdserve_tensor_evictions_total", labels),
+                    "missing": sum_rate("pdserve_tensors_missing_total", labels),
+                },
+                description=(
+                    "no_room: more pictures are on their way than tensor_cache_bytes holds; raise "
+                    "it. missing: requests came after their pictures had made room."
+                ),
+            ),
+            Panel(
+                title="Bytes put",
+                unit="Bps",
+                queries={"{{pod}}": sum_rate("pdserve_tensor_put_bytes_total", labels, by="pod")},
+                description="Pixels that came over the network; what is held already does not.",
+            ),
+        ],
+    )
     drafts = Row(
         title="Speculation",
         panels=[
@@ -852,8 +886,81 @@ def pool() -> Dashboard:
         name="pool",
         title="pdserve / Pool",
         description="The prefill or the decode workers, by Pod.",
-        rows=[work, kv, grammars, adapters, drafts, ends],
+        rows=[work, kv, grammars, adapters, pictures, drafts, ends],
         choices={"pool": ("prefill", "decode")},
+    )
+
+
+def _tiers() -> Row:
+    by_tier = "sum by (tier, direction)"
+    return Row(
+        title="Tiers of KV besides the pools (--kv-offload-...)",
+        panels=[
+            Panel(
+                title="Prompt tokens that tiers were to have",
+                unit="short",
+                queries={"{{outcome}}": sum_rate("pdserve_kv_offload_tokens_total", by="outcome")},
+                description=(
+                    "A second: loaded, or computed after all because a block was gone or damaged "
+                    "(failed), or came too late (given_up): then see the disk, or raise "
+                    "--kv-offload-timeout-s."
+                ),
+            ),
+            Panel(
+                title="Wait for a tier, p99",
+                unit="s",
+                queries={
+                    "{{outcome}}": quantile(0.99, "pdserve_kv_offload_load_seconds", by="outcome")
+                },
+                description=(
+                    "Before a request is queued. If that takes longer than computing, the disk is "
+                    "too slow for tiers to help."
+                ),
+            ),
+            Panel(
+                title="Bytes stored and loaded",
+                unit="Bps",
+                queries={
+                    "{{tier}} {{direction}}": (
+                        f"{by_tier} ({rate('pdserve_kv_offload_bytes_total')})"
+                    )
+                },
+                description="Far more stored than loaded: conversations do not come back.",
+            ),
+            Panel(
+                title="KV in tiers",
+                unit="bytes",
+                queries={"{{pod}} {{tier}}": f"pdserve_kv_offload_used_bytes{{{RELEASE}}}"},
+                description=(
+                    "Full is normal: what was not used for longest goes. Many tokens computed that "
+                    "were here once: make it larger."
+                ),
+            ),
+            Panel(
+                title="Blocks not stored, or not used",
+                unit="ops",
+                queries={
+                    "dropped": sum_rate("pdserve_kv_offload_dropped_blocks_total"),
+                    "{{tier}} {{reason}}": sum_rate(
+                        "pdserve_kv_offload_bad_blocks_total", by="tier, reason"
+                    ),
+                },
+                description=(
+                    "Dropped: the disk is slower than prompts are computed. Of stored blocks those "
+                    "that were gone, unreadable or damaged (mismatch): see the disk."
+                ),
+            ),
+            Panel(
+                title="Tiers that store no more",
+                unit="short",
+                bad=1,
+                queries={"{{pod}} {{tier}}": f"1 - pdserve_kv_offload_writable{{{RELEASE}}}"},
+                description=(
+                    "The disk was full, read-only or gone; the worker's log says which. It stores "
+                    "again after a restart."
+                ),
+            ),
+        ],
     )
 
 
@@ -1089,7 +1196,7 @@ def kv_transfer() -> Dashboard:
         name="kv-transfer",
         title="pdserve / KV transfer",
         description="The handoff, by pair of prefill and decode worker.",
-        rows=[moved, prefixes, wrong],
+        rows=[moved, prefixes, _tiers(), wrong],
     )
 
 
@@ -1111,6 +1218,36 @@ def router() -> Dashboard:
                     "Where requests went first, and why they stayed on decode. no_prefill_worker, "
                     "no_proven_pair or prefill_queue: see the runbook of PdserveDowngrade."
                 ),
+            ),
+            Panel(
+                title="Pooling requests by task",
+                unit="reqps",
+                is_stacked=True,
+                queries={
+                    "{{task}} {{outcome}}": sum_rate(
+                        "pdserve_pooling_requests_total", by="task, outcome"
+                    )
+                },
+                description="Embeddings, classes and scores: each input is a request.",
+            ),
+            Panel(
+                title="Prompt tokens pooled",
+                unit="short",
+                is_stacked=True,
+                queries={"{{task}}": sum_rate("pdserve_pooling_prompt_tokens_total", by="task")},
+                description="Prompt tokens a second of accepted pooling requests.",
+            ),
+            Panel(
+                title="Pictures",
+                unit="ops",
+                queries={"pictures": sum_rate("pdserve_pictures_total")},
+                description="Pictures a second of accepted requests, on this router.",
+            ),
+            Panel(
+                title="Pixels of requests under way",
+                unit="bytes",
+                queries={"{{pod}}": f"pdserve_router_tensor_bytes{{{RELEASE}}}"},
+                description="What the router keeps of pictures, to send a request again.",
             ),
             Panel(
                 title="Requests by LoRA adapter",
@@ -1378,6 +1515,54 @@ def router() -> Dashboard:
                 description=(
                     "Prepared in processes of their own. `refused`: too many at a time, add "
                     "routers. `timeout` or `crashed`: see the router's log for the request."
+                ),
+            ),
+            Panel(
+                title="Tokens by API key",
+                unit="short",
+                is_stacked=True,
+                queries={"{{api_key}}": sum_rate("pdserve_api_key_tokens_total", by="api_key")},
+                description=(
+                    "Prompts and answers of requests that have ended, by the key's name: the first "
+                    "100, the others together."
+                ),
+            ),
+            Panel(
+                title="Waiting for the turn of an API key",
+                unit="short",
+                queries={"tokens": f"sum(pdserve_fair_queue_tokens{{{RELEASE}}})"},
+                description=(
+                    "Prompt tokens that wait at routers while workers have enough to do. Nothing "
+                    "where fair_queue_steps is 0."
+                ),
+            ),
+            Panel(
+                title="Refused by limits of API keys",
+                unit="reqps",
+                is_stacked=True,
+                queries={
+                    "{{api_key}} {{outcome}}": sum_rate(
+                        "pdserve_api_key_requests_total",
+                        f'{RELEASE}, outcome!="accepted"',
+                        by="api_key, outcome",
+                    )
+                },
+                description=(
+                    "By the key's name and the limit that it had used up. Not a sign of overload."
+                ),
+            ),
+            Panel(
+                title="Spans of traces",
+                unit="ops",
+                queries={
+                    "{{component}} {{outcome}}": sum_rate(
+                        "pdserve_trace_spans_total", by="component, outcome"
+                    )
+                },
+                description=(
+                    "Of all processes, nothing where otlp_traces_endpoint is unset. Anything but "
+                    "`exported` is lost: the collector is away or slow, or OTEL_BSP_MAX_QUEUE_SIZE "
+                    "is too small."
                 ),
             ),
             Panel(

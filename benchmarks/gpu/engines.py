@@ -23,7 +23,7 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.llama import weight_shapes
+from pdserve_engine.models.llama_weights import weight_shapes
 from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.registry import read_model_config
 

@@ -1,47 +1,44 @@
-"""Every other kernel of a layer, and the sampling, against what its bytes or FLOPs take."""
+"""Every other kernel of a layer against what its bytes or FLOPs take."""
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-import numpy as np
 import torch
-from gpu.bench import Bench, last_lines
-from gpu.measure import Call
+from gpu.bench import Bench
+from gpu.cases import Case, record_case
 from gpu.shapes import BLOCK_SIZE, WEIGHT_STD, Shape
 
 from pdserve_kernels import select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
-from pdserve_kernels.sampling_batch import SamplingBatch
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
 
 EPS = 1e-5
 # Of the rotary embedding's table.
 NUM_POSITIONS = 4096
-# (name, top_k, top_p).
-FILTERS = (
-    ("temperature", 0, 1.0),
-    ("top-k 50", 50, 1.0),
-    ("top-p 0.9", 0, 0.9),
-    ("top-k 50, top-p 0.9", 50, 0.9),
-)
 
 
-class Case(NamedTuple):
-    """A call that is bound by the bytes it reads and writes."""
+def _in_blocks(weight: torch.Tensor) -> QuantizedWeight:
+    """Round to FP8 with a scale for every 128 inputs, as checkpoints of blocks have it."""
+    rounded = quantize_fp8(weight)
+    groups = -(-weight.shape[1] // 128)
+    scales = rounded.scales.expand(-1, groups).contiguous()
+    return replace(rounded, scales=scales, group_size=128)
 
-    name: str
-    call: Call
-    num_bytes: int
-    # See Clock.measure_replays.
-    captured: Call | None = None
+
+# What linears are timed with.
+WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor | QuantizedWeight]] = {
+    "bf16": lambda weight: weight,
+    "int8": functools.partial(quantize, bits=8, group_size=None),
+    "fp8": quantize_fp8,
+    "fp8 in blocks": _in_blocks,
+}
 
 
 def run(bench: Bench) -> None:
     """See the module."""
     for rows in (1, 64):
         bench.attempt(_small_kernels, bench.large, rows)
-    for rows in (1, 64):
-        bench.attempt(_samplers, bench.small, rows)
     for rows in bench.sizes.linear_rows:
         bench.attempt(_linears, bench.large, rows)
 
@@ -49,22 +46,7 @@ def run(bench: Bench) -> None:
 def _small_kernels(bench: Bench, shape: Shape, rows: int) -> None:
     for cases in (_norms, _heads, _activation):
         for case in cases(bench, shape, rows):
-            _record(bench, case, rows)
-
-
-def _record(bench: Bench, case: Case, rows: int) -> None:
-    name = f"{case.name} x {rows}"
-    try:
-        timing = bench.clock.measure_replays(case.call, captured=case.captured)
-    except Exception as error:  # whatever a kernel may raise
-        bench.record(name, error=last_lines(error))
-        return
-    bench.record(
-        name,
-        us=timing.device_s * 1e6,
-        host_us=timing.host_s * 1e6,
-        share_of_copy=case.num_bytes / bench.limits.copy / timing.device_s,
-    )
+            record_case(bench, case, rows)
 
 
 def _norms(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
@@ -138,41 +120,6 @@ def _activation(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
     yield Case("silu_and_mul", lambda: kernels.silu_and_mul(gate_up), 3 * gate_up.nbytes // 2)
 
 
-def _samplers(bench: Bench, shape: Shape, rows: int) -> None:
-    kernels = select(bench.device)
-    # As wide and in the dtype in which models make them.
-    logits = bench.normal(rows, shape.vocab_size, std=3.0)
-    _record(bench, Case("argmax", lambda: kernels.argmax(logits), logits.nbytes), rows)
-    for name, top_k, top_p in FILTERS:
-        batch = _sampling_batch(rows, top_k, top_p)
-        call = functools.partial(kernels.sample, logits, batch)
-        captured = _staged(logits, batch) if bench.is_cuda else None
-        _record(bench, Case(f"sample, {name}", call, logits.nbytes, captured), rows)
-
-
-def _sampling_batch(rows: int, top_k: int, top_p: float) -> SamplingBatch:
-    return SamplingBatch(
-        temperature=np.ones(rows, dtype=np.float32),
-        top_k=np.full(rows, top_k, dtype=np.int64),
-        top_p=np.full(rows, top_p, dtype=np.float64),
-        min_p=np.zeros(rows, dtype=np.float32),
-        seeds=np.arange(rows, dtype=np.int64),
-        positions=np.arange(rows, dtype=np.int64),
-    )
-
-
-def _staged(logits: torch.Tensor, batch: SamplingBatch) -> Call:
-    """Return a call that samples with the batch on the device already, as in the graphs of engines:
-    a graph cannot have its copy out of memory that is pinned for the time of the call.
-    """
-    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
-    from pdserve_kernels.triton.sampling import sample_staged
-
-    staged = DeviceSamplingBatch.stage(batch, logits.device)
-    is_filtered = has_filter(batch, logits.shape[1])
-    return functools.partial(sample_staged, logits, staged, is_filtered=is_filtered)
-
-
 def _linears(bench: Bench, shape: Shape, rows: int) -> None:
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
     q_size = shape.num_attention_heads * shape.head_dim
@@ -187,23 +134,32 @@ def _linears(bench: Bench, shape: Shape, rows: int) -> None:
     if rows <= 64:  # a prompt's last row alone gets there
         cases["lm_head"] = (shape.vocab_size, hidden)
     for name, features in cases.items():
-        _linear(bench, name, features, rows)
+        for kind in WEIGHTS:
+            _linear(bench, name, features, rows, kind)
 
 
-def _linear(bench: Bench, name: str, features: tuple[int, int], rows: int) -> None:
+def _linear(bench: Bench, name: str, features: tuple[int, int], rows: int, kind: str) -> None:
     kernels, (out_features, in_features) = select(bench.device), features
-    weight = bench.normal(*features, std=WEIGHT_STD)
+    weight = WEIGHTS[kind](bench.normal(*features, std=WEIGHT_STD))
     x = bench.normal(rows, in_features)
     is_mlp = name.startswith("gate")
     packed = kernels.pack_linear(weight, num_parts=2 if is_mlp else 1)
     linear = kernels.linear_silu_mul if is_mlp else kernels.linear
     timing = bench.clock.measure_replays(functools.partial(linear, x, packed))
-    bytes_s = 2 * (weight.numel() + x.numel() + rows * out_features) / bench.limits.copy
-    flops_s = 2 * rows * weight.numel() / bench.limits.matrix
+    num_bytes = _nbytes(weight) + 2 * (x.numel() + rows * out_features)
+    bytes_s = num_bytes / bench.limits.copy
+    flops_s = 2 * rows * out_features * in_features / bench.limits.matrix
+    suffix = "" if kind == "bf16" else f", {kind}"
     bench.record(
-        f"{name} {out_features} x {in_features}, {rows} rows",
+        f"{name} {out_features} x {in_features}, {rows} rows{suffix}",
         us=timing.device_s * 1e6,
         host_us=timing.host_s * 1e6,
         share_of_bound=max(bytes_s, flops_s) / timing.device_s,
         bound="bytes" if bytes_s >= flops_s else "FLOPs",
     )
+
+
+def _nbytes(weight: torch.Tensor | QuantizedWeight) -> int:
+    if isinstance(weight, torch.Tensor):
+        return weight.nbytes
+    return weight.values.nbytes + weight.scales.nbytes

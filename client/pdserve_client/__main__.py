@@ -1,10 +1,11 @@
-"""The `pdserve` command: up, run, generate, bench, ctl."""
+"""The `pdserve` command: up, run, generate, embed, bench, advise, ctl."""
 
 import pdserve_common.grpc_verbosity  # noqa: F401
 
 # isort: split
 import argparse
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -12,17 +13,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import get_args
 
 import grpc
 
+from pdserve_client.advisor.command import DESCRIPTION, add_advise_flags, run_advise
 from pdserve_client.bench import add_bench_flags, add_router_flags, run_bench
-from pdserve_client.client import Client, Prompt
+from pdserve_client.client import Client, PoolPrompt, Prompt
 from pdserve_client.config import StackConfig, api_key, tls_of
 from pdserve_client.ctl import add_ctl_flags, run_ctl
 from pdserve_client.stack import POLL_S, Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
 from pdserve_common.model_folder import find_model, is_hub_id
+from pdserve_common.pooling_params import EMBED, PoolingTask
 from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S
 from pdserve_common.rpc import join_address
 from pdserve_common.sampling_params import SamplingParams
@@ -70,9 +74,24 @@ def _parser() -> argparse.ArgumentParser:
     add_router_flags(generate)
     _add_generate_flags(generate)
     generate.set_defaults(command=_generate)
+    embed = commands.add_parser(
+        "embed",
+        help="print vectors of texts, by a router that is up with a model that pools",
+        description="Print a vector of each text, a line of JSON.",
+    )
+    add_router_flags(embed)
+    _add_embed_flags(embed)
+    embed.set_defaults(command=_embed)
     bench = commands.add_parser("bench", help="load a router that is up and print latencies")
     add_bench_flags(bench)
     bench.set_defaults(command=run_bench)
+    advise = commands.add_parser(
+        "advise",
+        help="say how many prefill and decode workers a trace wants, by simulation",
+        description=DESCRIPTION,
+    )
+    advise.set_defaults(command=run_advise)
+    add_advise_flags(advise)
     ctl = commands.add_parser("ctl", help="pause, put to sleep, drain or inspect one worker")
     add_ctl_flags(ctl)
     ctl.set_defaults(command=run_ctl)
@@ -85,6 +104,19 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="at most (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (%(default)s)")
     parser.add_argument("--seed", type=int, help="repeats an answer; drawn if unset")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline (%(default)s)")
+
+
+def _add_embed_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text")
+    parser.add_argument(
+        "--task",
+        choices=get_args(PoolingTask),
+        default=EMBED,
+        help="embeddings, numbers for labels, or a score (%(default)s)",
+    )
+    parser.add_argument("--query", help="what each text is a pair with, for a model of pairs")
+    parser.add_argument("--dimensions", type=int, help="leading dimensions; all if unset")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline (%(default)s)")
 
 
@@ -186,6 +218,17 @@ def _run(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     with Client(args.address.split(","), tls=tls_of(args), api_key=api_key()) as client:
         return _stream(client, args)
+
+
+def _embed(args: argparse.Namespace) -> int:
+    with Client(args.address.split(","), tls=tls_of(args), api_key=api_key()) as client:
+        for text in args.texts:
+            prompt: PoolPrompt = text if args.query is None else (args.query, text)
+            answer = client.pool(
+                prompt, args.task, dimensions=args.dimensions, timeout_s=args.timeout_s
+            )
+            print(json.dumps(list(answer.pooling_output)), flush=True)
+    return 0
 
 
 def _stream(client: Client, args: argparse.Namespace) -> int:

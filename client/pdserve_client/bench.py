@@ -1,4 +1,4 @@
-"""`pdserve bench`: seeded random load on a router, and the latencies a client sees."""
+"""`pdserve bench`: seeded random load or a trace on a router, and the latencies a client sees."""
 
 import argparse
 import asyncio
@@ -6,11 +6,15 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.advisor.trace import Trace, TraceRequest, read_trace
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import api_key, tls_of
 from pdserve_common.config import add_config_flags
@@ -32,6 +36,7 @@ class RequestResult:
     error: str | None = None
     # What the router measured, on the last message.
     metrics: pb2.RequestMetrics | None = None
+    num_prompt_tokens: int = 0
 
     @property
     def ttft(self) -> float:
@@ -72,6 +77,20 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-s", type=float, default=300.0, help="deadline of each request")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (%(default)s)")
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="send these requests when they are due, with prompts of random tokens; JSONL as "
+        "`pdserve advise --help` says. --num-requests, --input-len and --output-len do not count",
+    )
+    parser.add_argument(
+        "--save-requests",
+        type=Path,
+        metavar="FILE",
+        help="write a line of JSON for each request that was answered: a trace again, with its "
+        "times",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
 
@@ -86,39 +105,76 @@ def run_bench(args: argparse.Namespace) -> int:
             f"vocab_size is {args.vocab_size}, must be at least {FIRST_TOKEN_ID + 1}: "
             "prompts have no special tokens"
         )
+    if not (math.isfinite(args.rate) and args.rate >= 0):
+        raise ValueError(f"rate is {args.rate}, must be a number of at least 0")
+    trace = None if args.trace is None else read_trace(args.trace)
     started = time.monotonic()
-    results = asyncio.run(_run(args))
+    results = asyncio.run(send_load(args, trace))
+    if args.save_requests is not None:
+        save_requests(results, started, args.save_requests)
     summary = summarize(results, time.monotonic() - started, args)
     print(json.dumps(summary) if args.json else format_summary(summary))
     return 1 if summary["num_failed"] else 0
 
 
-async def _run(args: argparse.Namespace) -> list[RequestResult]:
-    rng = random.Random(args.seed)
+async def send_load(args: argparse.Namespace, trace: Trace | None) -> list[RequestResult]:
+    """Send the trace, or what the flags say, and return what became of each request."""
     client = AsyncClient(args.address.split(","), tls=tls_of(args), api_key=api_key())
     places = asyncio.Semaphore(args.concurrency)
     tasks = []
+    started = time.monotonic()
     try:
-        for index in range(args.num_requests):
-            prompt = [rng.randrange(FIRST_TOKEN_ID, args.vocab_size) for _ in range(args.input_len)]
-            tasks.append(asyncio.create_task(_one(client, prompt, index, places, args)))
-            if args.rate > 0:
-                await asyncio.sleep(rng.expovariate(args.rate))
+        for index, (request, prompt) in enumerate(_load(args, trace)):
+            await asyncio.sleep(max(0.0, started + request.arrival_s - time.monotonic()))
+            tasks.append(asyncio.create_task(_one(client, request, prompt, index, places, args)))
         return await asyncio.gather(*tasks)
     finally:
         await client.close()
 
 
+def _load(
+    args: argparse.Namespace, trace: Trace | None
+) -> Iterator[tuple[TraceRequest, list[int]]]:
+    """Yield requests with their prompts. A trace's own rate counts, unless --rate says another."""
+    rng = random.Random(args.seed)
+    if trace is not None:
+        trace = trace.at_rate(args.rate) if args.rate > 0 else trace
+        for request in trace.requests:
+            yield request, _prompt(request, trace.unit_tokens, rng, args.vocab_size)
+        return
+    arrival_s = 0.0
+    for _ in range(args.num_requests):
+        request = TraceRequest(arrival_s, args.input_len, args.output_len)
+        yield request, _prompt(request, 1, rng, args.vocab_size)
+        if args.rate > 0:
+            arrival_s += rng.expovariate(args.rate)
+
+
+def _prompt(
+    request: TraceRequest, unit_tokens: int, rng: random.Random, vocab_size: int
+) -> list[int]:
+    """Draw token ids: the same for equal entries of prefixes."""
+    token_ids: list[int] = []
+    for each in request.prefix:
+        shared = random.Random(each)
+        token_ids += [shared.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(unit_tokens)]
+    del token_ids[request.num_prompt_tokens :]
+    num_own = request.num_prompt_tokens - len(token_ids)
+    return token_ids + [rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(num_own)]
+
+
 async def _one(
     client: AsyncClient,
+    request: TraceRequest,
     prompt: list[int],
     seed: int,
     places: asyncio.Semaphore,
     args: argparse.Namespace,
 ) -> RequestResult:
-    params = SamplingParams(max_tokens=args.output_len, ignore_eos=True, seed=seed)
+    num_tokens = request.num_output_tokens
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed)
     async with places:
-        result = RequestResult(time.monotonic())
+        result = RequestResult(time.monotonic(), num_prompt_tokens=request.num_prompt_tokens)
         try:
             async for output in client.generate(prompt, params, timeout_s=args.timeout_s):
                 if output.finished:
@@ -132,6 +188,24 @@ async def _one(
         except grpc.aio.AioRpcError as error:
             result.error = f"{error.code().name}: {error.details()}"
     return result
+
+
+def save_requests(results: list[RequestResult], started: float, path: Path) -> None:
+    """Write what was answered since `started`, as a trace without shared beginnings; TTFT and ITL
+    in milliseconds beside it.
+    """
+    with path.open("w") as file:
+        for result in results:
+            if result.error is not None or not result.token_times:
+                continue
+            row: dict[str, Any] = {
+                "arrival_s": round(result.start - started, 6),
+                "num_prompt_tokens": result.num_prompt_tokens,
+                "num_output_tokens": result.num_tokens,
+                "ttft_ms": round(result.ttft * 1e3, 3),
+                "itl_ms": [round(itl * 1e3, 3) for itl in result.itls],
+            }
+            file.write(json.dumps(row) + "\n")
 
 
 def summarize(

@@ -12,20 +12,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
+from pdserve_client.attempts import Attempts
 from pdserve_client.resumable_answer import ResumableAnswer
+from pdserve_common.pooling_params import EMBED, PoolingParams
 from pdserve_common.rpc import open_blocking_channel, open_channel
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tls import Tls
 from pdserve_common.wire import to_proto
 
-# Text, a chat as mappings with the fields of ChatMessage, or token ids.
+# Text, a chat as mappings with the fields of ChatMessage, or token ids. A message that shows
+# something has `parts`: {"text": "What is it?"}, {"picture": Path("a.png").read_bytes()}.
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+# Text, two texts that belong together, or token ids.
+PoolPrompt = str | tuple[str, str] | Sequence[int]
 
 DEFAULT_MAX_RESUMES = 3
 
@@ -46,6 +51,27 @@ def build_request(
             request.chat.messages.add(**message)  # type: ignore[arg-type]
     else:
         request.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
+    return request
+
+
+def build_pool_request(
+    prompt: PoolPrompt,
+    task: str,
+    *,
+    dimensions: int | None = None,
+    use_activation: bool | None = None,
+    **fields: Any,
+) -> pb2.PoolRequest:
+    """Return the request for a vector of `prompt`; `fields` are those of PoolRequest."""
+    request = pb2.PoolRequest(**fields)
+    params = PoolingParams(task=task, dimensions=dimensions, use_activation=use_activation)
+    request.pooling_params.CopyFrom(to_proto(params))
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], str):
+        request.pair.text, request.pair.text_pair = cast("tuple[str, str]", prompt)
+    else:
+        request.tokens.token_ids.extend(cast("Sequence[int]", prompt))
     return request
 
 
@@ -76,6 +102,19 @@ class _Routers:
             max_resumes=self._max_resumes,
             timeout_s=timeout_s,
         )
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(
+            num_routers=len(self._stubs),
+            router=self._router,
+            max_resumes=self._max_resumes,
+            timeout_s=timeout_s,
+        )
+
+    def _pool(self, request: pb2.PoolRequest, attempts: Attempts) -> Any:
+        self._router = attempts.router
+        stub = self._stubs[attempts.router]
+        return stub.Pool(request, timeout=attempts.remaining_s, metadata=self._metadata)
 
     def _send(self, answer: ResumableAnswer) -> Any:
         answer.begin_stream()
@@ -149,6 +188,29 @@ class Client(_Routers):
                 return
             time.sleep(delay_s)
 
+    def pool(
+        self, prompt: PoolPrompt, task: str, *, timeout_s: float | None = None, **fields: Any
+    ) -> pb2.PoolResponse:
+        """Return what a model that pools makes of `prompt`: for the task "embed" its embedding, for
+        "classify" a number for each label, for "score" one number. `fields` are those of
+        `build_pool_request`. Raises grpc.RpcError; while routers are lost the request is sent to
+        the next one, `max_resumes` times within `timeout_s`.
+        """
+        request = build_pool_request(prompt, task, **fields)
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                response: pb2.PoolResponse = self._pool(request, attempts)
+                return response
+            except grpc.RpcError as error:
+                time.sleep(attempts.on_loss(error))
+
+    def embed(
+        self, prompt: PoolPrompt, *, timeout_s: float | None = None, **fields: Any
+    ) -> list[float]:
+        """Return the embedding of `prompt`; see `pool`."""
+        return list(self.pool(prompt, EMBED, timeout_s=timeout_s, **fields).pooling_output)
+
     def list_models(self, timeout_s: float = 5.0) -> list[pb2.ModelInfo]:
         request = pb2.ListModelsRequest()
         response = self.stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
@@ -211,6 +273,29 @@ class AsyncClient(_Routers):
             if delay_s is None:
                 return
             await asyncio.sleep(delay_s)
+
+    async def pool(
+        self, prompt: PoolPrompt, task: str, *, timeout_s: float | None = None, **fields: Any
+    ) -> pb2.PoolResponse:
+        """Return what a model that pools makes of `prompt`. Raises grpc.aio.AioRpcError, as
+        `Client.pool` does.
+        """
+        request = build_pool_request(prompt, task, **fields)
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                response: pb2.PoolResponse = await self._pool(request, attempts)
+                return response
+            except grpc.aio.AioRpcError as error:
+                delay_s = attempts.on_loss(error)
+            await asyncio.sleep(delay_s)
+
+    async def embed(
+        self, prompt: PoolPrompt, *, timeout_s: float | None = None, **fields: Any
+    ) -> list[float]:
+        """Return the embedding of `prompt`; see `Client.pool`."""
+        answer = await self.pool(prompt, EMBED, timeout_s=timeout_s, **fields)
+        return list(answer.pooling_output)
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -8,6 +8,7 @@ from typing import Literal
 from pdserve_common.config import ENV_PREFIX, LogLevel, Transport, build_config, opt
 from pdserve_common.cores import parse_cores
 from pdserve_common.tls import Tls, TlsConfig
+from pdserve_common.tracing_config import check_endpoint, endpoint_opt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,13 @@ class StackConfig(TlsConfig):
         None, "Name clients ask for; unset: OWNER/NAME of a model on the hub, the folder's name."
     )
     prefill: int = opt(1, "Number of prefill services; 0: decode services do it all.")
-    decode: int = opt(1, "Number of decode services.")
+    decode: int = opt(1, "Number of decode services; a model that pools has none.")
+    runner: Literal["generate", "pooling"] | None = opt(
+        None, "What services do with the model; unset: as its files say."
+    )
+    convert: Literal["auto", "none", "embed", "classify"] | None = opt(
+        None, "What a model becomes that pools: embed or classify; unset: as its files say."
+    )
     prefill_tensor_parallel_size: int = opt(
         1, "Processes that each layer of a prefill service's model is cut over: 1, 2, 4 or 8."
     )
@@ -39,8 +46,8 @@ class StackConfig(TlsConfig):
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )
-    quantization: Literal["int8", "int4"] | None = opt(
-        None, "Round weights to integers while they are loaded."
+    quantization: Literal["int8", "int4", "fp8"] | None = opt(
+        None, "Round weights to 8 or 4 bits while they are loaded."
     )
     lora: tuple[str, ...] = opt(
         (),
@@ -72,6 +79,18 @@ class StackConfig(TlsConfig):
     kv_cache_memory_mib: int | None = opt(
         None, "Size of each service's KV pool in MiB; the service's own choice if unset."
     )
+    kv_offload_host_bytes: int = opt(
+        0,
+        "Keep copies of full KV blocks in so many bytes of host memory of each service; 0: none.",
+    )
+    kv_offload_disk_path: str | None = opt(
+        None,
+        "Keep copies of full KV blocks below this folder, in one for each service, which finds "
+        "them after a restart. Unset: nowhere.",
+    )
+    kv_offload_disk_bytes: int = opt(
+        0, "How many bytes of files each service may have below kv_offload_disk_path."
+    )
     max_num_seqs: int = opt(64, "Requests in one batch.")
     max_num_batched_tokens: int | None = opt(
         None,
@@ -99,7 +118,9 @@ class StackConfig(TlsConfig):
         "the router adds it to another pair that has room; 0: never.",
     )
     api_keys_file: str | None = opt(
-        None, "File with one API key a line; requests without one of them are refused."
+        None,
+        "File with one API key a line, and its limits behind it (docs/security.md); requests "
+        "without one of them are refused.",
     )
     restart: bool = opt(
         True,
@@ -108,16 +129,17 @@ class StackConfig(TlsConfig):
     )
     ready_timeout_s: float = opt(300.0, "How long loading may take.")
     drain_timeout_s: float = opt(30.0, "How long running requests may take after Ctrl-C.")
+    otlp_traces_endpoint: str | None = endpoint_opt()
     log_dir: str = opt(".run", "Folder for one log file per process.")
     log_level: LogLevel = opt("info", "What is logged.")
 
     def __post_init__(self) -> None:
         TlsConfig.__post_init__(self)
         self.check_mutual()
-        if self.decode < 1:
-            raise ValueError(f"decode is {self.decode}, must be at least 1")
-        if self.prefill < 0:
-            raise ValueError(f"prefill is {self.prefill}, must be at least 0")
+        check_endpoint(self.otlp_traces_endpoint)
+        for name in ("decode", "prefill"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")

@@ -26,12 +26,16 @@ from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
 from pdserve_common.config import ENV_PREFIX
 from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
-from pdserve_common.model_folder import model_name
+from pdserve_common.model_folder import model_name, pools
 from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_common.rpc import join_address, open_blocking_channel
 from pdserve_common.tls import Tls, TlsConfig
 
 POLL_S = 0.1
+# What a process has for its end beside its drain, before it is killed: a router for the last
+# answers to be read and connections to be cut, a worker for streams to end and its engine to close,
+# both for a collector of spans that does not answer.
+END_MARGIN_S = 15.0
 # Of a service's log: what is shown when it is given up, and how much is read for that.
 NUM_LAST_MESSAGES = 8
 MAX_TAIL_BYTES = 64 * 1024
@@ -101,9 +105,9 @@ class Stack:
     """A running stack; use as a context manager."""
 
     def __init__(self, config: StackConfig) -> None:
-        self.config = config
+        _check_model(config)
+        self.config = config = _with_roles(config)
         self.tls = config.load_tls()
-        self._check_model()
         log_dir = Path(config.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
         num_workers = config.prefill + config.decode
@@ -202,7 +206,7 @@ class Stack:
             for process in group:
                 if process.exit_status() is None and process.process is not None:
                     process.process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + self.config.drain_timeout_s + 5.0
+            deadline = time.monotonic() + self.config.drain_timeout_s + END_MARGIN_S
             for process in group:
                 if process.process is None:
                     continue
@@ -227,13 +231,6 @@ class Stack:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _check_model(self) -> None:
-        if not (Path(self.config.model) / "config.json").is_file():
-            raise StackError(
-                f"no model at {self.config.model!r}: it has no config.json; pass --model DIR, or "
-                "OWNER/NAME on the Hugging Face hub"
-            )
-
     def _is_serving(self, process: ServiceProcess) -> bool:
         return _is_serving(join_address(self.config.host, process.port), self.tls)
 
@@ -256,6 +253,8 @@ class Stack:
             "device": config.device,
             "dtype": config.dtype,
             "quantization": config.quantization,
+            "runner": config.runner,
+            "convert": config.convert,
             "lora": ",".join(config.lora) or None,
             "lora-root": config.lora_root,
             "lora-hub": config.lora_hub,
@@ -267,10 +266,15 @@ class Stack:
             "num-threads": config.num_threads or _default_num_threads(config, cores),
             "max-model-len": config.max_model_len,
             "kv-cache-memory-mib": config.kv_cache_memory_mib,
+            "kv-offload-host-bytes": config.kv_offload_host_bytes or None,
+            "kv-offload-disk-path": config.kv_offload_disk_path
+            and str(Path(config.kv_offload_disk_path) / name),
+            "kv-offload-disk-bytes": config.kv_offload_disk_bytes or None,
             "max-num-seqs": config.max_num_seqs,
             "max-num-batched-tokens": config.max_num_batched_tokens,
             "require-transport": config.require_transport,
             "drain-timeout-s": config.drain_timeout_s,
+            "otlp-traces-endpoint": config.otlp_traces_endpoint,
             "log-level": config.log_level,
             **_tls_flags(config),
         }
@@ -294,7 +298,7 @@ class Stack:
             "http-port": self.http_port,
             "metrics-port": metrics_port,
             "prefill": addresses["prefill"] or None,
-            "decode": addresses["decode"],
+            "decode": addresses["decode"] or None,
             "model": config.model,
             "served-model-name": config.served_model_name,
             "require-disaggregation": config.require_disaggregation,
@@ -303,6 +307,7 @@ class Stack:
             "lora-updates": config.lora_updates,
             "lora-scale-out-requests": config.lora_scale_out_requests,
             "drain-timeout-s": config.drain_timeout_s,
+            "otlp-traces-endpoint": config.otlp_traces_endpoint,
             "log-level": config.log_level,
             **_tls_flags(config),
         }
@@ -314,6 +319,28 @@ class Stack:
             _flags(flags),
             log_dir / "router.log",
         )
+
+
+def _check_model(config: StackConfig) -> None:
+    if not (Path(config.model) / "config.json").is_file():
+        raise StackError(
+            f"no model at {config.model!r}: it has no config.json; pass --model DIR, or "
+            "OWNER/NAME on the Hugging Face hub"
+        )
+
+
+def _with_roles(config: StackConfig) -> StackConfig:
+    """Return the same without decode services if its model pools, which prefill services do alone.
+    Raises StackError if there are no services for the model.
+    """
+    is_pooling = pools(config.model) if config.runner is None else config.runner == "pooling"
+    if is_pooling:
+        config = dataclasses.replace(config, decode=0)
+    role = "prefill" if is_pooling else "decode"
+    if not getattr(config, role):
+        does = "pools" if is_pooling else "generates"
+        raise StackError(f"{role} is 0, must be at least 1 for a model that {does}")
+    return config
 
 
 def _plan_restart(process: ServiceProcess) -> str:

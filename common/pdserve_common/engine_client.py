@@ -1,7 +1,8 @@
 """What a service needs of an engine. The engine package implements it; services only see this."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from pdserve_common.engine_types import (
@@ -15,6 +16,9 @@ from pdserve_common.verbs import Call, ResultT
 
 OutputsCallback = Callable[[EngineCoreOutputs], None]
 KVCacheEventsCallback = Callable[[KVCacheEvents], None]
+# The bytes of tensors, row by row, by their content hash.
+Tensors = Mapping[bytes, bytes]
+NO_TENSORS: Tensors = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +57,10 @@ class EngineClient(Protocol):
         changed in what the pool has cached; at first with all of it. A later call supersedes it.
         """
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a validated request. One of the same client and id, at a lower attempt, is
-        superseded. Raises InvalidRequestError if the id is in use otherwise, DrainingError or
-        EngineDeadError if the engine takes no more.
+    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
+        """Queue a validated request, which owns the `tensors` it refers to until it ends. One of
+        the same client and id, at a lower attempt, is superseded. Raises InvalidRequestError if
+        the id is in use otherwise, DrainingError or EngineDeadError if the engine takes no more.
         """
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, get_args
 
+import msgspec
+
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
+from pdserve_common.pooling_params import GENERATE, PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 
 
@@ -89,17 +92,10 @@ class EngineError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParams:
-    """What a pooling (embedding, classification, scoring) request wants back."""
-
-    task: str
-    dimensions: int | None = None
-    normalize: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """A tensor uploaded beforehand with PutTensor and named by its content hash."""
+    """A tensor uploaded beforehand with PutTensor and named by its content hash
+    (`tensors.content_hash`).
+    """
 
     content_hash: bytes
     dtype: str
@@ -108,9 +104,12 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeatureSpec:
-    """One multimodal item and where its placeholder tokens stand in the prompt."""
+    """One multimodal item and where its placeholder tokens stand in the prompt. A picture's data is
+    uint8 pixels (height, width, 3), RGB, neither rescaled nor normalized.
+    """
 
     modality: str
+    # Of pictures the content hash of `data`, hexadecimal.
     identifier: str
     position: int
     length: int
@@ -264,6 +263,8 @@ class PrefillStats:
     prefill_s: float
     # Of queue_s, while D had no room or no slot; on D all of it.
     decode_queue_s: float = 0.0
+    # Steps that computed some of it.
+    num_chunks: int = 0
 
 
 # Who guesses tokens: a client, a text that repeats itself, a draft model.
@@ -304,6 +305,8 @@ class KVTransferStats:
     decode_admit_s: float = 0.0
     # From then to D's first own token.
     first_decode_step_s: float = 0.0
+    # P's, as it came with PrefillDone.
+    prefill_stats: PrefillStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,9 +322,10 @@ class KVLost:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCoreOutput:
-    """What one step brought for one request."""
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What one step brought for one request. Each token pays for one: a struct is made, compared
+    and encoded in a fraction of a dataclass's time.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
@@ -332,7 +336,7 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     events: tuple[EngineCoreEvent, ...] = ()
     kv_transfer_params: KVTransferParams | None = None
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     prefill_stats: PrefillStats | None = None
     kv_transfer_stats: KVTransferStats | None = None
     routed_experts: tuple[int, ...] = ()
@@ -470,7 +474,8 @@ class EngineInfo:
     version: str
     # Names that SamplingParams.logits_processors may hold.
     logits_processors: tuple[str, ...] = ()
-    # What computes: "cpu/avx512bf16", "cpu/avx2", "reference" or "triton".
+    # What computes: "cpu/avx512bf16", "cpu/avx2", "reference", "triton", "triton.deterministic" or
+    # "triton.flash_attn/" and its version.
     kernels: str = ""
     # Blocks of earlier requests are used again.
     has_prefix_caching: bool = True
@@ -492,6 +497,22 @@ class EngineInfo:
     # LoRA adapters that it holds, and a number that grows with each change of them.
     adapters: tuple[LoRAAdapter, ...] = ()
     adapters_version: int = 0
+    # What requests can ask of the model: "generate", or some of POOLING_TASKS.
+    tasks: tuple[str, ...] = (GENERATE,)
+    # Numbers in a pooling_output without dimensions: hidden size, or labels.
+    embedding_size: int = 0
+    # Embeddings may be cut to their leading dimensions: to these, or to any number if empty.
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    # Whose states are pooled: "last" or "mean"; empty for models that generate.
+    pooling_type: str = ""
+    # Of the mm_features that it takes: "image"; empty for models of text.
+    modalities: tuple[str, ...] = ()
+
+    @property
+    def adapter_digests(self) -> frozenset[str]:
+        """The digests of the adapters that it holds."""
+        return frozenset(adapter.digest for adapter in self.adapters)
 
     def with_adapters(self, held: LoRAAdapters) -> "EngineInfo":
         """Return what the worker is with these adapters."""

@@ -2,6 +2,7 @@
 without a restart.
 """
 
+import asyncio
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ class Followed(Generic[T]):
         """Raises what `read` does: OSError or ValueError."""
         self._paths = tuple(paths)
         self._read = read
+        self._reading = asyncio.Lock()
         # One tuple: threads that look at the same time see parts of one version.
         self._state = (self._stamp(), read(), math.inf)
 
@@ -44,6 +46,21 @@ class Followed(Generic[T]):
             # Older than what was read: a change meanwhile is seen the next time.
             self._state = (stamp, value, retry_at)
         return value
+
+    async def get_off_loop(self) -> T:
+        """`get` for an event loop, which goes on while files that have changed are read: who asks
+        meanwhile waits for that as well.
+        """
+        stamp, _, retry_at = self._state
+        if self._stamp() == stamp and time.monotonic() < retry_at:
+            return self.last
+        async with self._reading:
+            return await asyncio.to_thread(self.get)
+
+    @property
+    def last(self) -> T:
+        """What the files said when somebody asked last."""
+        return self._state[1]
 
     def _stamp(self) -> Stamp:
         return tuple(map(_stamp_of, self._paths))

@@ -8,6 +8,8 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 
+from pdserve_common.engine_types import PrefillStats
+
 PROTOCOL_VERSION = 4
 MIN_PROTOCOL_VERSION = 3
 # From this version on workers may have several ranks, and checksums are one a block and head.
@@ -262,6 +264,8 @@ class PrefillDone:
     num_tokens: int
     output_token_ids: tuple[int, ...]
     timeout_s: float
+    # D passes them on: its outputs may be at the router before P's.
+    prefill_stats: PrefillStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ class MostUsed:
         """Make a series for a value that may be counted, at 0, while there is room: to `rate` the
         first sample of one is no increase.
         """
-        if value not in self._shown and len(self._shown) < self._max_shown:
+        is_new = value != OTHER and value not in self._shown
+        if is_new and len(self._shown) < self._max_shown:
             self._shown[value] = 0
             self._counter.labels(value)
 
@@ -43,6 +44,8 @@ class MostUsed:
         self._counter.labels(value).inc()
 
     def _may_show(self, value: str) -> bool:
+        if value == OTHER:
+            return False  # whose name that is has no series of its own
         if len(self._shown) < self._max_shown:
             return True
         least = min(self._shown, key=lambda each: self._counts[each])

@@ -21,7 +21,10 @@ from pdserve_common.metric_buckets import (
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
 )
+from pdserve_common.pooling_metrics import PoolingMetrics
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
+from pdserve_common.quota_metrics import QuotaMetrics
+from pdserve_common.tensor_metrics import PictureMetrics
 
 FINISH_REASONS = tuple(map(str, FinishReason))
 
@@ -166,13 +169,16 @@ class RouterMetrics:
             ["model"],
             registry=registry,
         )
+        self.pooling = PoolingMetrics(registry)
+        self.pictures = PictureMetrics(registry)
         self.requests_routed = Counter(
             "pdserve_requests_routed_total",
-            "Requests by path: disaggregated or local, with the reason for local",
+            "Requests by path: disaggregated, pooling or local, with the reason for local",
             ["path", "reason"],
             registry=registry,
         )
         self.lora = RouterLoraMetrics(registry)
+        self.quotas = QuotaMetrics(registry)
         self.handoffs = Counter(
             "pdserve_handoffs_total",
             "Disaggregated requests by how the handoff ended",
@@ -376,6 +382,8 @@ class KVTransferMetrics:
     """A worker's side of the handoff. `peer` is the other worker's engine_id."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        # Where what else of KV there is can register its own.
+        self.registry = registry
         # Without a link; who has been so for longest comes first.
         self._peers_away: OrderedDict[str, None] = OrderedDict()
         self.transfer_bytes = Counter(

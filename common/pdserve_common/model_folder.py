@@ -25,8 +25,11 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 # Never pickles, which run code as they are read.
 _TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHTS = "*.safetensors"
-# Folders and Mistral's second copy of the weights: neither is read.
-_IGNORED_PATTERNS = ("*/*", "consolidated*")
+# Folders but those of Sentence-Transformers' modules (1_Pooling), whose weights are not served, and
+# Mistral's second copy of the weights: none is read.
+_IGNORED_PATTERNS = ("[!0-9]*/*", "*/*.safetensors", "consolidated*")
+# How names of architectures end.
+_WITHOUT_LM_HEAD = ("ForSequenceClassification", "Model")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -40,6 +43,18 @@ def model_name(folder: str | Path) -> str:
         if match := _SNAPSHOT.fullmatch(path.as_posix()):
             return match[1].replace("--", "/")
     return resolved.name
+
+
+def pools(folder: str | Path) -> bool:
+    """Return whether workers pool with the model in `folder` by themselves: it has no head that
+    tells tokens, or Sentence-Transformers' files say how. False if it has no config. Raises
+    ValueError for one that is no JSON.
+    """
+    if (Path(folder) / "modules.json").is_file():
+        return True
+    config = Path(folder) / "config.json"
+    names = json.loads(config.read_text()).get("architectures") if config.is_file() else None
+    return any(str(name).endswith(_WITHOUT_LM_HEAD) for name in names or ())
 
 
 def is_hub_id(model: str) -> bool:
@@ -161,7 +176,19 @@ def _missing_file(folder: Path, weights: bool) -> str | None:
         return "config.json"
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return _TOKENIZERS[0]
-    return _missing_weights(folder) if weights else None
+    return (_missing_pooling(folder) or _missing_weights(folder)) if weights else None
+
+
+def _missing_pooling(folder: Path) -> str | None:
+    """Return the config of a Pooling module that Sentence-Transformers' files name."""
+    modules = folder / "modules.json"
+    try:
+        entries = json.loads(modules.read_bytes()) if modules.is_file() else []
+        paths = [str(each["path"]) for each in entries if each["type"].endswith(".Pooling")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # who loads it says what is wrong with it
+    names = (f"{path}/config.json" for path in paths)
+    return next((name for name in names if not (folder / name).is_file()), None)
 
 
 def _missing_weights(folder: Path) -> str | None:

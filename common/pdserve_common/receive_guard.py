@@ -9,7 +9,7 @@ nothing of it.
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,8 +40,9 @@ OnLimit = Callable[[str], None]
 
 
 class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Receives the messages of calls that send one, of health and of reflection. Other calls that
-    send a stream (workers') receive as they do without it, but what cannot be parsed is refused.
+    """Receives the messages of calls that get one answer or send one message, of health and of
+    reflection. Others that send a stream and get one (workers') receive as they do without it, but
+    what cannot be parsed is refused.
 
     Handlers are called as ever. It is the last interceptor, as it changes the kind of calls.
     """
@@ -62,11 +63,12 @@ class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         is_free = handler_call_details.method.startswith(FREE_METHODS)
         if handler is None:
             return handler
-        if handler.request_streaming and not is_free:
+        if handler.request_streaming and handler.response_streaming and not is_free:
             return _parse_stream(handler)
         messages = self._free_messages if is_free else self._messages
         if not handler.response_streaming:
-            return _guard_unary(handler, messages)
+            guard = _guard_upload if handler.request_streaming else _guard_unary
+            return guard(handler, messages)
         return _guard_stream(handler, messages, self._free_streams.open if is_free else _no_limit)
 
 
@@ -91,7 +93,7 @@ class _Messages:
 
     async def all(
         self, context: grpc.aio.ServicerContext, deserialize: Callable[[bytes], Any] | None
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """The messages of a call; raises as `only` does."""
         while (data := await self._receive(context)) is not grpc.aio.EOF:
             yield _parse(data, deserialize)
@@ -162,6 +164,16 @@ def _guard_unary(handler: grpc.RpcMethodHandler, messages: _Messages) -> grpc.Rp
     return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
 
+def _guard_upload(handler: grpc.RpcMethodHandler, messages: _Messages) -> grpc.RpcMethodHandler:
+    async def answer(_: object, context: grpc.aio.ServicerContext) -> Any:
+        incoming = messages.all(context, handler.request_deserializer)
+        async with rpc_errors(context), aclosing(incoming):
+            return await handler.stream_unary(incoming, context)
+        raise AssertionError("unreachable: rpc_errors aborts")
+
+    return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+
 def _guard_stream(
     handler: grpc.RpcMethodHandler,
     messages: _Messages,
@@ -194,8 +206,6 @@ def _guard_stream(
 def _parse_stream(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     """A handler that gets InvalidRequestError of its messages."""
     inner = handler.stream_stream
-    if inner is None:
-        return handler
 
     async def parsed(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in received:

@@ -20,6 +20,9 @@ from pdserve_common.tls import Tls
 
 logger = logging.getLogger(__name__)
 
+# Returns a channel to host:port.
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
 # The health of the process itself, for those who restart it: what is paused, asleep or draining is
 # alive.
 LIVENESS_SERVICE = "liveness"
@@ -30,6 +33,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 # Of one connection; a client's library keeps the others back until one has ended.
 MAX_CONCURRENT_STREAMS = 1024
 HANDSHAKE_TIMEOUT_S = 10.0
+# Trailing metadata, in milliseconds.
+_RETRY_AFTER = "retry-after-ms"
 
 _STATUS = {
     ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -218,7 +223,7 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         yield
     except PdserveError as error:
         if error.retry_after_ms is not None:
-            context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
+            context.set_trailing_metadata(((_RETRY_AFTER, str(error.retry_after_ms)),))
         await _abort(context, status_of(error), error.message)
     # InternalError: the caller is gone, and nothing can be sent. If it is not that, gRPC logs it.
     except (grpc.aio.AbortError, grpc.aio.InternalError, asyncio.CancelledError):
@@ -226,6 +231,14 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     except Exception:
         logger.exception("unexpected error in an RPC")
         await _abort(context, grpc.StatusCode.INTERNAL, "internal error, see the server's log")
+
+
+def retry_after_ms_of(error: grpc.aio.AioRpcError) -> int | None:
+    """Return when a server wants to be asked again, in ms, at least 1; None if it does not say."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _RETRY_AFTER and isinstance(value, str) and value.isascii() and value.isdigit():
+            return max(1, int(value[:9]))
+    return None
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str) -> None:

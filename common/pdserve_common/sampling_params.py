@@ -71,7 +71,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # no effect: fast tokenizers write none
+    # Those of the tokenizer's decoder, where special tokens are in the text.
+    spaces_between_special_tokens: bool = True
     # Names of processors registered in the server; never code from the wire.
     logits_processors: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()

@@ -1,20 +1,13 @@
 """Checks on what clients send: every refusal names the field, the value and the limit."""
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from pdserve_common.capabilities import NO_EXTRAS, Capabilities, check_served
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    EngineInfo,
-    KVTransferParams,
-    WorkerRole,
-)
+from pdserve_common.capabilities import NO_EXTRAS, Capabilities, check_served, check_task
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.pooling_params import EMBED, GENERATE, PoolingParams
 from pdserve_common.sampling_params import EarlyStopping, RepetitionDetectionParams, SamplingParams
 from pdserve_common.structured import validate_structured_outputs
-from pdserve_common.structured.reasoning import reasoning_of
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
@@ -44,6 +37,8 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
+# Of one request; routers have a limit of their own, which is lower.
+MAX_MM_FEATURES = 256
 MAX_LOGITS_PROCESSORS = 16
 MAX_PATTERN_SIZE = 1024
 # No answer is that long; integers of this size fit into every field of the wire.
@@ -54,13 +49,6 @@ MAX_ATTEMPT = 1000
 MAX_TRACE_HEADERS = 8
 # Of a name or a value; W3C's tracestate has room for 512.
 MAX_TRACE_HEADER_CHARS = 512
-
-# What the router does with several requests; a worker's request is one sequence without text.
-_ROUTER_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
-    ("n", 1),
-    ("best_of", None),
-    ("use_beam_search", False),
-)
 
 
 def validate_sampling_params(
@@ -108,11 +96,39 @@ def validate_sampling_params(
         _validate_repetition_detection(params.repetition_detection)
 
 
+def validate_pooling_params(params: PoolingParams, capabilities: Capabilities) -> None:
+    """Raise InvalidRequestError for a task or dimensions that workers of these capabilities do not
+    serve.
+    """
+    if params.task == GENERATE:  # SamplingParams ask for that
+        raise InvalidRequestError("task is 'generate', must be a pooling task", field="task")
+    check_task(params.task, capabilities)
+    if (dimensions := params.dimensions) is None:
+        return
+    field, allowed = "dimensions", capabilities.dimensions
+    if params.task != EMBED:
+        raise InvalidRequestError(
+            f"{field} is {dimensions}, must be unset if task is {params.task!r}", field=field
+        )
+    if not allowed:
+        raise InvalidRequestError(
+            f"{field} is {dimensions}, must be unset: the model has no Matryoshka embeddings",
+            field=field,
+        )
+    if dimensions not in allowed:
+        served = (
+            f"{allowed[0]} to {allowed[-1]}"
+            if isinstance(allowed, range)
+            else f"one of {', '.join(map(str, allowed))}"
+        )
+        raise InvalidRequestError(f"{field} is {dimensions}, must be {served}", field=field)
+
+
 def validate_prediction(
     field: str, token_ids: Sequence[int], max_model_len: int, vocab_size: int
 ) -> None:
     """Raise InvalidRequestError for one that is longer than any answer, or of unknown tokens."""
-    _check_count(field, len(token_ids), "tokens", max_model_len)
+    check_count(field, len(token_ids), "tokens", max_model_len)
     validate_token_ids(field, token_ids, vocab_size)
 
 
@@ -143,7 +159,7 @@ def _validate_branches(params: SamplingParams) -> None:
 
 def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
     """bad_words, logit_bias and allowed_token_ids."""
-    _check_count("bad_words", len(params.bad_words), "words", MAX_BAD_WORDS)
+    check_count("bad_words", len(params.bad_words), "words", MAX_BAD_WORDS)
     for word in params.bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
             raise InvalidRequestError(
@@ -152,7 +168,7 @@ def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
                 field="bad_words",
             )
     # Each word in at most two forms: with and without a space before it.
-    _check_count(
+    check_count(
         "bad_words_token_ids", len(params.bad_words_token_ids), "sequences", 2 * MAX_BAD_WORDS
     )
     for token_ids in params.bad_words_token_ids:
@@ -163,7 +179,7 @@ def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
                 field="bad_words_token_ids",
             )
         validate_token_ids("bad_words_token_ids", token_ids, vocab_size)
-    _check_count("logit_bias", len(params.logit_bias), "tokens", MAX_LOGIT_BIAS)
+    check_count("logit_bias", len(params.logit_bias), "tokens", MAX_LOGIT_BIAS)
     validate_token_ids("logit_bias", tuple(params.logit_bias), vocab_size)
     for token_id, bias in params.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
@@ -205,7 +221,7 @@ def validate_choice(params: SamplingParams, *, eos_token_id: int | None, vocab_s
 
 
 def _validate_logits_processors(names: Sequence[str], registered: Sequence[str]) -> None:
-    _check_count("logits_processors", len(names), "names", MAX_LOGITS_PROCESSORS)
+    check_count("logits_processors", len(names), "names", MAX_LOGITS_PROCESSORS)
     for name in names:
         if name not in registered:
             raise InvalidRequestError(
@@ -252,7 +268,7 @@ def _validate_lengths(params: SamplingParams) -> None:
 
 
 def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
-    _check_count("stop", len(params.stop), "strings", MAX_STOP_STRINGS)
+    check_count("stop", len(params.stop), "strings", MAX_STOP_STRINGS)
     for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(
@@ -262,14 +278,24 @@ def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
             )
     if params.stop and not params.detokenize:
         raise InvalidRequestError("stop needs detokenize, which is false", field="stop")
-    _check_count("stop_token_ids", len(params.stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
+    check_count("stop_token_ids", len(params.stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
     validate_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
-def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> None:
+def validate_prompt(
+    token_ids: Sequence[int], *, max_model_len: int, vocab_size: int, is_pooling: bool = False
+) -> None:
     """Raise InvalidRequestError for an empty or too long prompt or an unknown token."""
     if not token_ids:
         raise InvalidRequestError("prompt is empty, needs at least 1 token", field="prompt")
+    if is_pooling:
+        if len(token_ids) > max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {len(token_ids)} tokens, at most {max_model_len} fit (max_model_len)",
+                field="prompt",
+            )
+        validate_token_ids("prompt_token_ids", token_ids, vocab_size)
+        return
     if len(token_ids) >= max_model_len:
         raise InvalidRequestError(
             f"prompt has {len(token_ids)} tokens, at most {max_model_len - 1} fit "
@@ -316,132 +342,6 @@ def validate_priority(priority: int) -> None:
         )
 
 
-def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -> None:
-    """The worker's own check: a router is not trusted to have validated."""
-    validate_request_id(request.request_id)
-    capabilities = Capabilities.of(info)
-    check_served(request, capabilities)
-    if request.sampling_params is None:
-        raise InvalidRequestError("sampling_params is unset", field="sampling_params")
-    if request.priority == PROBE_PRIORITY:
-        _validate_probe(request, request.sampling_params, info)
-    else:
-        validate_priority(request.priority)
-    _validate_trace_headers(request.trace_headers)
-    validate_prompt(
-        request.prompt_token_ids, max_model_len=info.max_model_len, vocab_size=info.vocab_size
-    )
-    validate_sampling_params(
-        request.sampling_params,
-        vocab_size=info.vocab_size,
-        capabilities=capabilities,
-    )
-    prediction = request.prediction_token_ids
-    validate_prediction("prediction_token_ids", prediction, info.max_model_len, info.vocab_size)
-    reasoning_of(request)
-    _validate_one_sequence(request.sampling_params)
-    validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))
-    _validate_resume(request, info)
-    if request.fork_of is not None:
-        validate_request_id(request.fork_of)
-        if request.kv_transfer_params is not None:
-            raise InvalidRequestError(
-                "fork_of and kv_transfer_params are both set: a fork shares blocks of its worker",
-                field="fork_of",
-            )
-        if request.attempt > 0:  # two requests could wait for each other
-            raise InvalidRequestError(
-                f"fork_of is set, attempt is {request.attempt}, must be 0: a fork that is sent "
-                "again is a request of its own",
-                field="fork_of",
-            )
-    if request.eos_token_id is not None:
-        validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
-    validate_choice(
-        request.sampling_params, eos_token_id=request.eos_token_id, vocab_size=info.vocab_size
-    )
-    if request.kv_transfer_params is not None:
-        _validate_kv_transfer_params(request.kv_transfer_params, info)
-    age_s = time.monotonic() - request.arrival_time
-    if age_s > MAX_TIMEOUT_S:  # older ones would go before all others of their priority
-        raise InvalidRequestError(
-            f"age is {age_s:.0f} s, must be at most {MAX_TIMEOUT_S} s", field="age_ns"
-        )
-    if request.deadline is not None:
-        timeout_s = request.deadline - time.monotonic()
-        if timeout_s > MAX_TIMEOUT_S:
-            raise InvalidRequestError(
-                f"timeout is {timeout_s:.0f} s, must be at most {MAX_TIMEOUT_S} s",
-                field="timeout_ns",
-            )
-
-
-def _validate_probe(request: EngineCoreRequest, params: SamplingParams, info: EngineInfo) -> None:
-    """It goes ahead of clients' requests, so it has to be tiny."""
-    why = f"priority is {PROBE_PRIORITY}, which is for probes"
-    limit = MAX_PROBE_BLOCKS * info.block_size
-    if len(request.prompt_token_ids) > limit:
-        raise InvalidRequestError(
-            f"{why}: the prompt has {len(request.prompt_token_ids)} tokens, at most {limit}",
-            field="priority",
-        )
-    if params.max_tokens is None or params.max_tokens > MAX_PROBE_TOKENS:
-        raise InvalidRequestError(
-            f"{why}: max_tokens is {params.max_tokens}, at most {MAX_PROBE_TOKENS}",
-            field="priority",
-        )
-    if request.fork_of is not None:
-        raise InvalidRequestError(f"{why}: fork_of is set, leave it unset", field="priority")
-
-
-def _validate_resume(request: EngineCoreRequest, info: EngineInfo) -> None:
-    """Something must be left to generate behind what was delivered before."""
-    if request.attempt > MAX_ATTEMPT:
-        raise InvalidRequestError(
-            f"attempt is {request.attempt}, must be at most {MAX_ATTEMPT}", field="attempt"
-        )
-    token_ids = request.resume_output_token_ids
-    if not token_ids:
-        return
-    field = "resume_output_token_ids"
-    validate_token_ids(field, token_ids, info.vocab_size)
-    room = info.max_model_len - len(request.prompt_token_ids)
-    params = request.sampling_params
-    max_tokens = params.max_tokens if params is not None else None
-    limit = room if max_tokens is None else min(room, max_tokens)
-    if len(token_ids) >= limit:
-        raise InvalidRequestError(
-            f"{field} has {len(token_ids)} tokens, the request ends after {limit}", field=field
-        )
-
-
-def _validate_trace_headers(headers: Mapping[str, str]) -> None:
-    """They come back with the request's end."""
-    field = "trace_headers"
-    _check_count(field, len(headers), "headers", MAX_TRACE_HEADERS)
-    longest = max(map(len, (*headers, *headers.values())), default=0)
-    if longest > MAX_TRACE_HEADER_CHARS:
-        raise InvalidRequestError(
-            f"{field} has a text of {longest} characters, at most {MAX_TRACE_HEADER_CHARS}",
-            field=field,
-        )
-
-
-def _validate_one_sequence(params: SamplingParams) -> None:
-    for name, unused in _ROUTER_SAMPLING_FIELDS:
-        value = getattr(params, name)
-        if value != unused:
-            raise InvalidRequestError(
-                f"{name} is {value}: a worker generates one sequence, routers make several of it",
-                field=name,
-            )
-    if params.bad_words and not params.bad_words_token_ids:
-        raise InvalidRequestError(
-            "bad_words is set without bad_words_token_ids: workers know no text",
-            field="bad_words",
-        )
-
-
 def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequestError for the first token id outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -451,40 +351,7 @@ def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) ->
         )
 
 
-def _validate_kv_transfer_params(params: KVTransferParams, info: EngineInfo) -> None:
-    """A leg must suit its worker, or nobody would ever finish it."""
-    field = "kv_transfer_params"
-    if params.do_remote_decode == params.do_remote_prefill:
-        raise InvalidRequestError(
-            f"{field} needs exactly one of do_remote_decode and do_remote_prefill", field=field
-        )
-    role = WorkerRole.PREFILL if params.do_remote_decode else WorkerRole.DECODE
-    if info.role is not role:
-        raise InvalidRequestError(
-            f"{field} is for a {role.name.lower()} worker, "
-            f"this is a {info.role.name.lower()} worker",
-            field=field,
-        )
-    if not params.remote_engine_id:
-        raise InvalidRequestError(f"{field}.remote_engine_id is empty", field=field)
-    if params.do_remote_prefill and not (params.remote_host and 0 < params.remote_port < 65536):
-        raise InvalidRequestError(
-            f"{field} has no address to pull from: host {params.remote_host!r}, "
-            f"port {params.remote_port}",
-            field=field,
-        )
-    source = params.prefix_source
-    if source is not None and not (
-        params.do_remote_decode
-        and source.engine_id
-        and source.host
-        and 0 < source.port < 65536
-        and source.num_tokens > 0
-    ):
-        raise InvalidRequestError(f"{field}.prefix_source makes no sense: {source}", field=field)
-
-
-def _check_count(field: str, count: int, noun: str, limit: int) -> None:
+def check_count(field: str, count: int, noun: str, limit: int) -> None:
     if count > limit:
         raise InvalidRequestError(f"{field} has {count} {noun}, at most {limit}", field=field)
 

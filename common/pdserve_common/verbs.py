@@ -106,8 +106,10 @@ class WakeUp(Call[None]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetPrefixCache(Call[int]):
     """Forget all cached prefixes and return how many blocks held one. Fails while requests or KV
-    sessions hold blocks.
+    sessions hold blocks. `keeps_tiers`: what is stored besides the pool stays.
     """
+
+    keeps_tiers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,12 @@ from pdserve_common.hub_path import HubPath, is_hub_path
 Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
-LoadQuantization = Literal["int8", "int4"]
+LoadQuantization = Literal["int8", "int4", "fp8"]
 KVCacheDtype = Literal["auto", "fp8"]
+AttentionBackend = Literal["flash_attn"]
 Speculation = Literal["none", "suffix", "draft_model"]
+Runner = Literal["auto", "generate", "pooling"]
+Convert = Literal["auto", "none", "embed", "classify"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -80,8 +83,8 @@ class EngineConfig:
     )
     quantization: LoadQuantization | None = opt(
         None,
-        "Round weights to integers while they are loaded: int8, a scale for each output, or int4, "
-        "one for each 32 weights. Unset: as the checkpoint says.",
+        "Round weights while they are loaded: int8 or fp8 (e4m3), a scale for each output, or "
+        "int4, one for each 32 weights. Unset: as the checkpoint says.",
     )
     kv_cache_dtype: KVCacheDtype = opt(
         "auto",
@@ -91,11 +94,31 @@ class EngineConfig:
     model_impl: ModelImpl = opt(
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."
     )
+    runner: Runner = opt(
+        "auto",
+        "generate tokens, or pooling: embeddings, classes and scores, on prefill workers; auto: as "
+        "the checkpoint's architecture and Sentence-Transformers' files say.",
+    )
+    convert: Convert = opt(
+        "auto",
+        "With runner pooling, what the model becomes: embed, or classify, which needs a checkpoint "
+        "with a score head; auto: classify for ...ForSequenceClassification, else embed.",
+    )
+    pooler_config: str | None = opt(
+        None,
+        "With runner pooling, JSON that replaces what the checkpoint says: pooling_type (LAST or "
+        "MEAN), use_activation, is_matryoshka, matryoshka_dimensions; classifier_from_token.",
+    )
     device: Device = opt("cpu", "Where the model runs.")
     deterministic: bool = opt(
         False,
         "On CUDA, our own models: the same bits in any batch, by slower kernels. On CPU they have "
         "them in any case.",
+    )
+    attention_backend: AttentionBackend | None = opt(
+        None,
+        "On CUDA, whose attention to run: flash_attn, FlashAttention 3, which has to be installed; "
+        "it has not run on a GPU yet. Unset: our own.",
     )
     tensor_parallel_size: int = opt(
         1,
@@ -169,7 +192,7 @@ class EngineConfig:
         "none",
         "Who guesses tokens that are computed together with the next one, and count if they are "
         "what is sampled in any case; suffix: what came behind the last tokens before, in the same "
-        "request; draft_model: a smaller model beside the model, on decode workers. On CPU, on one "
+        "request; draft_model: a smaller model beside the model, on decode workers, on CPU. On one "
         "rank.",
     )
     draft_model: str | None = opt(
@@ -192,6 +215,22 @@ class EngineConfig:
     )
     prefix_pull_timeout_s: float = opt(
         0.25, "P waits so long for such a prefix, and for as long as its bytes take at 1 GB/s."
+    )
+    kv_offload_host_bytes: int = opt(
+        0,
+        "Keep copies of full KV blocks in so many bytes of host memory besides the pool; 0: none. "
+        "On one rank, for models whose layers all have full attention.",
+    )
+    kv_offload_disk_path: str | None = opt(
+        None,
+        "Keep copies of full KV blocks in this folder, on a disk of this machine, where a worker "
+        "finds them after a restart; each worker needs its own. Unset: nowhere.",
+    )
+    kv_offload_disk_bytes: int = opt(0, "How many bytes of files kv_offload_disk_path may hold.")
+    kv_offload_timeout_s: float = opt(
+        1.0,
+        "A prompt's start is computed if it has not come from there after this long, and the time "
+        "of its bytes at 0.5 GB/s.",
     )
     kv_session_timeout_s: float = opt(
         600.0, "P and D give up a KV session of which nothing was heard for this long."
@@ -237,7 +276,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
-        for name in ("long_prefill_token_threshold", "suffix_decoding_max_cached_requests"):
+        for name in (
+            "long_prefill_token_threshold",
+            "suffix_decoding_max_cached_requests",
+            "kv_offload_host_bytes",
+            "kv_offload_disk_bytes",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -267,16 +311,28 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}, must be auto on {self.device}"
             )
-        if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
-            where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
-            raise ValueError(f"speculation is {self.speculation}, must be none on {where}")
+        if self.speculation != "none" and self.num_ranks > 1:
+            raise ValueError(
+                f"speculation is {self.speculation}, must be none on {self.num_ranks} ranks"
+            )
+        if self.speculation == "draft_model" and self.device != "cpu":
+            raise ValueError(
+                f"speculation is {self.speculation}, must be none or suffix on {self.device}"
+            )
         if self.speculation == "none" and self.suffix_decoding_max_cached_requests:
             raise ValueError(
                 "suffix_decoding_max_cached_requests is "
                 f"{self.suffix_decoding_max_cached_requests}, must be 0 if speculation is none"
             )
         self._check_draft_model()
-        for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
+        self._check_attention_backend()
+        self._check_kv_offload()
+        for name in (
+            "kv_session_timeout_s",
+            "kv_transfer_timeout_s",
+            "kv_offload_timeout_s",
+            "step_timeout_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
@@ -292,12 +348,40 @@ class EngineConfig:
                 "that is planned before the last one is over has no drafts of it"
             )
 
-    def _check_adapters(self) -> None:
-        if self.num_ranks > 1 and self.device != "cpu":
+    def _check_attention_backend(self) -> None:
+        if self.attention_backend is None:
+            return
+        wanted: dict[str, str | bool] = {
+            "device": "cuda",
+            "deterministic": False,
+            "kv_cache_dtype": "auto",
+            # It reads stale blocks, and NaN times a weight of 0 is NaN.
+            "poison_freed_blocks": False,
+        }
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} is {_shown(getattr(self, name))}, must be {_shown(value)} if "
+                    f"attention_backend is {self.attention_backend}"
+                )
+
+    def _check_kv_offload(self) -> None:
+        if (self.kv_offload_disk_path is None) != (self.kv_offload_disk_bytes == 0):
             raise ValueError(
-                f"{self.adapter_setting} is set and there are {self.num_ranks} ranks: with "
-                f"adapters there must be 1 on {self.device}"
+                f"kv_offload_disk_path is {self.kv_offload_disk_path} and kv_offload_disk_bytes is "
+                f"{self.kv_offload_disk_bytes}: both must be set, or none"
             )
+        if not self.has_kv_offload:
+            return
+        what = "kv_offload_host_bytes or kv_offload_disk_path is set"
+        if not self.enable_prefix_caching:
+            raise ValueError(f"enable_prefix_caching is false, must be true if {what}")
+        if self.num_ranks > 1:
+            raise ValueError(f"{what}, which one rank serves: there are {self.num_ranks}")
+        if self.draft_model is not None:  # its KV of a block that comes back is not there
+            raise ValueError(f"draft_model is set, must be unset if {what}")
+
+    def _check_adapters(self) -> None:
         for path in filter(is_hub_path, self.adapter_paths.values()):
             self._check_hub_path(path)
         if len(self.lora) > self.max_loras:
@@ -319,9 +403,9 @@ class EngineConfig:
         return bool(self.lora) or self.lora_root is not None or self.lora_hub
 
     @property
-    def adapter_setting(self) -> str:
-        """The name of the setting that says so."""
-        return "lora" if self.lora else "lora_hub" if self.lora_hub else "lora_root"
+    def has_kv_offload(self) -> bool:
+        """Are KV blocks kept anywhere else than in the pool?"""
+        return self.kv_offload_host_bytes > 0 or self.kv_offload_disk_path is not None
 
     @property
     def adapter_paths(self) -> dict[str, str]:
@@ -367,3 +451,7 @@ class EngineConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             has_draft_model=self.draft_model is not None,
         )
+
+
+def _shown(value: str | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else value

@@ -77,6 +77,9 @@ spec:
             {{- with include "pdserve.tlsFlags" .root | trim }}
             {{- . | nindent 12 }}
             {{- end }}
+            {{- with .root.Values.tracing.otlpTracesEndpoint }}
+            - {{ printf "--otlp-traces-endpoint=%s" . | quote }}
+            {{- end }}
             {{- .flags | nindent 12 }}
             {{- include "pdserve.flags" .pod.config | trim | nindent 12 }}
           env:

@@ -1,12 +1,14 @@
 """Kernels as plain functions; `select` picks the set that runs on a device.
 
-Every set (`reference`, `cpu`, `triton`, `triton.deterministic`) is a KernelSet: the same functions
-with the same contracts, documented in `pdserve_kernels.reference`.
+Every set (`reference`, `cpu`, `triton`, `triton.deterministic`, `triton.flash_attn`) is a
+KernelSet: the same functions with the same contracts, documented in `pdserve_kernels.reference`.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Literal, cast
 
 import torch
 
@@ -24,18 +26,20 @@ def _make_mkl_strict() -> None:
 
 _make_mkl_strict()
 
-__all__ = ["KernelSet", "name_of", "select", "use_deterministic"]
+__all__ = ["CudaKernels", "KernelSet", "name_of", "select", "use_on_cuda"]
+
+CudaKernels = Literal["triton", "triton.deterministic", "triton.flash_attn"]
+
+_on_cuda: CudaKernels = "triton"
 
 
-_is_deterministic = False
-
-
-def use_deterministic(is_wanted: bool) -> None:
-    """Have `select` return, on CUDA, the set whose rows' bits do not depend on their batch. For the
-    whole process, before its model is loaded.
+def use_on_cuda(kernels: CudaKernels) -> None:
+    """Say which set `select` returns on CUDA: Triton's, the one in which a row's bits do not depend
+    on its batch, or the one with FlashAttention 3. For the whole process, before its model is
+    loaded.
     """
-    global _is_deterministic
-    _is_deterministic = is_wanted
+    global _on_cuda
+    _on_cuda = kernels
 
 
 def select(device: torch.device) -> KernelSet:
@@ -44,10 +48,7 @@ def select(device: torch.device) -> KernelSet:
     The first call compiles the C++, if that was not done before; a log line says why it cannot.
     """
     if device.type == "cuda":
-        from pdserve_kernels import triton
-        from pdserve_kernels.triton import deterministic
-
-        return deterministic if _is_deterministic else triton
+        return cast(KernelSet, importlib.import_module(f"pdserve_kernels.{_on_cuda}"))
     from pdserve_kernels import cpu, reference
     from pdserve_kernels.cpu.compiled import library
     from pdserve_kernels.cpu.isa import KernelsUnavailable
@@ -61,9 +62,15 @@ def select(device: torch.device) -> KernelSet:
 
 def name_of(kernels: KernelSet) -> str:
     """Return what a set from `select` is called: triton, triton.deterministic, reference,
-    cpu/avx512bf16 or cpu/avx2.
+    cpu/avx512bf16 or cpu/avx2, or triton.flash_attn/ and the version that is installed.
     """
-    from pdserve_kernels.cpu.compiled import loaded_isa
-
     name = kernels.__name__.removeprefix("pdserve_kernels.")
-    return f"{name}/{loaded_isa()}" if name == "cpu" else name
+    if name == "cpu":
+        from pdserve_kernels.cpu.compiled import loaded_isa
+
+        return f"{name}/{loaded_isa()}"
+    if name == "triton.flash_attn":
+        from pdserve_kernels.triton.flash_attn import vendor_version
+
+        return f"{name}/{vendor_version()}"
+    return name

@@ -24,7 +24,7 @@ class DecoderLayer:
     k_norm: torch.Tensor | None
     attention_output: Any
     post_attention_norm: torch.Tensor
-    # In two parts.
+    # The MLP; gate_up is in two parts. None, both, where there are experts.
     gate_up: Any
     down: Any
     # The KV group, by which the step's metadata is chosen, the layer's slot within a block, and how
@@ -34,6 +34,8 @@ class DecoderLayer:
     window: int | None
     # Of a cache in FP8.
     kv_scales: KVScales = NO_SCALES
+    # Experts in place of an MLP, as `pack_moe` made them. They have no adapters, and no group.
+    moe: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class LayerFunctions(NamedTuple):
     linear: Product
     linear_sums: Product
     linear_silu_mul: Product
+    fused_moe: Product
     linear_lora: Callable[[torch.Tensor, Any, Sequence[LoraRows]], torch.Tensor]
     # Of ranks that have a part of the inputs each: what they add up, and what comes of it.
     shrink_lora: Callable[[torch.Tensor, Any, Sequence[LoraRows]], torch.Tensor]
@@ -102,8 +105,7 @@ def run_layer_by_layer(
         products = _Products(kernels, layer, decoder.group, adapted)
         x = _attend(products, decoder, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        x = products.linear_silu_mul("gate_up", x)
-        x = products.linear_of_ranks("down", x)
+        x = products.mlp(x)
         if next_norm is None:
             return x + residual
         x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
@@ -144,6 +146,11 @@ class _Products:
         if not self.lora:
             return self.kernels.linear_silu_mul(x, getattr(self.layer, name))
         return self.kernels.silu_and_mul(self.linear(name, x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.moe is not None:
+            return self.kernels.fused_moe(x, self.layer.moe)
+        return self.linear_of_ranks("down", self.linear_silu_mul("gate_up", x))
 
     def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:

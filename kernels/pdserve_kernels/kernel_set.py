@@ -1,20 +1,26 @@
 """What every kernel set has: functions with the contracts of `pdserve_kernels.reference`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from pdserve_kernels.decoder import Decoder
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
-from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
+from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
+from pdserve_kernels.sampling_batch import (
+    Argmax,
+    LogprobTerms,
+    PenalizedTokens,
+    Sampled,
+    SamplingBatch,
+)
 
 
 class KernelSet(Protocol):
-    """The functions of a set, which is a module. What `pack_linear` and `pack_decoder` return is
-    the set's own, and for its own functions alone.
+    """The functions of a set, which is a module. What the functions that pack return is the
+    set's own, and for its own functions alone.
     """
 
     __name__: str
@@ -39,6 +45,16 @@ class KernelSet(Protocol):
     ) -> torch.Tensor: ...
     def pack_lora(self, parts: Sequence[LoraPart], packed: Any) -> Any: ...
     def pack_adapter(self, layers: Sequence[LoraLayer]) -> Any: ...
+
+    def fused_moe(self, x: torch.Tensor, packed: Any) -> torch.Tensor: ...
+    def pack_moe(
+        self,
+        router: torch.Tensor,
+        experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        top_k: int,
+        renormalize: bool,
+    ) -> Any: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
     def fused_add_rms_norm(
@@ -83,9 +99,12 @@ class KernelSet(Protocol):
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
-        lora: Sequence[LoraSegment] = (),
+        # A sequence of LoraSegments, or what the set has for the same.
+        lora: Any = (),
     ) -> torch.Tensor: ...
 
+    def logprob_terms(self, logits: torch.Tensor, chosen: torch.Tensor) -> LogprobTerms: ...
+    def penalize(self, logits: torch.Tensor, tokens: PenalizedTokens) -> None: ...
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
     ) -> torch.Tensor: ...

@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-# Four bits of exponent and three of mantissa, no infinities (Micikevicius et al. 2022,
-# arXiv:2209.05433).
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from pdserve_kernels.fp8 import FP8
 
 
 class KVScales(NamedTuple):

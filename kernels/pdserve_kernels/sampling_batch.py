@@ -50,6 +50,32 @@ class SamplingBatch:
         )
 
 
+class PenalizedTokens(NamedTuple):
+    """m tokens of some rows of logits, none of them twice in a row, and what each is penalised by.
+    All arrays are [m], on the host.
+    """
+
+    rows: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    repetition: npt.NDArray[np.float32]
+    # What presence and frequency take off.
+    reductions: npt.NDArray[np.float32]
+
+
+class LogprobTerms(NamedTuple):
+    """A token's logprob is its logit - highest - log(total / FIXED_POINT_ONE).
+
+    All are on the logits' device. Of a row with NaN the highest is NaN, the rest may be anything.
+    """
+
+    # [n] fp32
+    highest: torch.Tensor
+    # [n] int64: the sum of exp(logit - highest) in fixed point, at least 1.
+    totals: torch.Tensor
+    # [n] int64: 1 + the number of tokens with a higher logit than the chosen one.
+    ranks: torch.Tensor
+
+
 class Argmax(NamedTuple):
     """The best token of each of n rows, the lowest id among equals, and the row's health."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
+from pdserve_common.rpc import open_channel
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_prefill.config import PrefillConfig
 from pdserve_worker.kv_links import carry_links
@@ -28,7 +29,8 @@ async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
         log_level=config.log_level,
     )
     worker = Worker(engine=engine)
-    carry_links(worker, (engine.connector, engine.prefix_connector), context.tls)
+    connectors = engine.connector, engine.prefix_connector
+    carry_links(worker, connectors, functools.partial(open_channel, tls=context.tls))
     return worker
 
 

@@ -10,15 +10,19 @@ from typing import Literal
 from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.model_folder import is_hub_id, model_name
 from pdserve_common.tls import TlsConfig
+from pdserve_common.tracing_config import check_endpoint, endpoint_opt
 from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE
+from pdserve_router.requests.request_limits import MAX_PICTURES
 from pdserve_router.workers.discovery import SOURCES, parse_sources
+from pdserve_router.workers.held_tensors import DEFAULT_MAX_BYTES
 from pdserve_router.workers.prefix_policy import RoutingWeights
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES
 
 # More than a machine has cores for.
 MAX_WORKERS = 256
+MAX_QUOTA_REPLICAS = 10_000
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 
 
@@ -42,7 +46,9 @@ class RouterConfig(TlsConfig):
         "Prefill workers: host:port of their gRPC servers, dns://name:port for all addresses of a "
         "name (asked every 5 s), file:///path with one host:port a line (read every 1 s).",
     )
-    decode: tuple[str, ...] = opt((), "Decode workers, in the same forms.")
+    decode: tuple[str, ...] = opt(
+        (), "Decode workers, in the same forms; none for a model that pools."
+    )
     chat_format: str = opt(
         AUTO,
         f"How the model writes reasoning and calls of tools: {', '.join(sorted(FORMATS))}; {AUTO}: "
@@ -135,6 +141,16 @@ class RouterConfig(TlsConfig):
         8 * 1024 * 1024,
         "Larger HTTP bodies (413) and gRPC messages (RESOURCE_EXHAUSTED) are refused.",
     )
+    max_images_per_prompt: int = opt(
+        8,
+        "Pictures of a request, of a model that takes any; 0: none. In HTTP they are base64 in the "
+        "body, which max_body_bytes bounds.",
+    )
+    max_held_tensor_bytes: int = opt(
+        DEFAULT_MAX_BYTES,
+        "Pixels of the requests that run, which stay here until their ends; a request whose "
+        "pictures do not fit is refused (429).",
+    )
     max_http_connections: int = opt(
         4096,
         "HTTP connections served at a time, fewer if the limit of open files (ulimit -n) is low; "
@@ -155,8 +171,20 @@ class RouterConfig(TlsConfig):
     )
     api_keys_file: str | None = opt(
         None,
-        "File with one API key a line, `key` or `name:key`, read again when it changes; requests "
-        "without one of them are refused. Unset: everybody is served.",
+        "File with one API key a line, `key` or `name:key`, and limits of the name behind it "
+        "(docs/security.md), read again when it changes; requests without one of them are refused. "
+        "Unset: everybody is served.",
+    )
+    quota_replicas: int = opt(
+        1,
+        "Routers that clients spread over: each gives this part of the limits in api_keys_file, as "
+        "they share nothing. Several workers of one router divide its part further.",
+    )
+    fair_queue_steps: float = opt(
+        0.0,
+        "With API keys: requests are sent to prefill workers while these have fewer prompt tokens "
+        "to compute than fill so many of their steps, such as 4. What is above waits at the "
+        "router, where names take turns by their shares. 0: off.",
     )
     share_prefixes: bool = opt(
         False, "API keys of different names use what is cached of each other's prompts."
@@ -174,10 +202,12 @@ class RouterConfig(TlsConfig):
     lora_scale_out_requests: int = opt(
         32,
         "With lora_updates: when each worker that holds an adapter has more requests than this, "
-        "the router adds it to another pair that has room; 0: never.",
+        "the router adds it to another pair that has room, and adds adapters again to workers that "
+        "had them before they started again; 0: nothing is added.",
     )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
+    otlp_traces_endpoint: str | None = endpoint_opt()
     log_requests: bool = opt(
         True, "A line at info for each request when it ends; nothing of its text is in it."
     )
@@ -194,8 +224,10 @@ class RouterConfig(TlsConfig):
                 "model must be a directory with a tokenizer, or OWNER/NAME on the Hugging Face "
                 f"hub, got {self.model!r}"
             )
-        if not self.decode:
-            raise ValueError(f"decode needs at least one worker: {SOURCES}")
+        if not self.decode and not self.prefill:
+            raise ValueError(
+                f"decode needs at least one worker: {SOURCES}; of a model that pools prefill does"
+            )
         for entries in (self.prefill, self.decode):
             parse_sources(entries)
         if both := set(self.prefill) & set(self.decode):
@@ -215,6 +247,7 @@ class RouterConfig(TlsConfig):
                 raise ValueError(
                     f"cors_origins has {origin!r}, must be * or scheme://host[:port] without a path"
                 )
+        check_endpoint(self.otlp_traces_endpoint)
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -223,6 +256,10 @@ class RouterConfig(TlsConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
             if self.workers > 1 and not getattr(self, name) and name != "metrics_port":
                 raise ValueError(f"{name} is 0, which {self.workers} workers cannot share")
+        if not 1 <= self.quota_replicas <= MAX_QUOTA_REPLICAS:
+            raise ValueError(
+                f"quota_replicas is {self.quota_replicas}, must be 1 to {MAX_QUOTA_REPLICAS}"
+            )
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ValueError(f"workers is {self.workers}, must be 1 to {MAX_WORKERS}")
         if self.metrics_port + self.workers - 1 > 65535:
@@ -246,6 +283,11 @@ class RouterConfig(TlsConfig):
                 f"max_deadline_s is {self.max_deadline_s}, must be at least default_deadline_s "
                 f"({self.default_deadline_s})"
             )
+        if not 0 <= self.max_images_per_prompt <= MAX_PICTURES:
+            raise ValueError(
+                f"max_images_per_prompt is {self.max_images_per_prompt}, must be 0 to "
+                f"{MAX_PICTURES}"
+            )
         if self.max_deadline_s > MAX_TIMEOUT_S:
             raise ValueError(
                 f"max_deadline_s is {self.max_deadline_s}, must be at most {MAX_TIMEOUT_S}"
@@ -254,6 +296,8 @@ class RouterConfig(TlsConfig):
             raise ValueError("cell_size is 1, must be 0 or at least 2: a worker of each role")
         for name in (
             "cell_size",
+            "fair_queue_steps",
+            "max_held_tensor_bytes",
             "lora_scale_out_requests",
             "drain_timeout_s",
             "disaggregation_threshold_tokens",

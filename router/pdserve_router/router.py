@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
@@ -15,10 +16,14 @@ from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.outputs import Ending
 from pdserve_router.requests.parent_request import ParentRequest
-from pdserve_router.requests.redrive import REDRIVE_REASONS, RedriveQueue
+from pdserve_router.requests.part_places import PartPlaces
+from pdserve_router.requests.pooling_request import PoolingRequest
+from pdserve_router.requests.quotas import Admission, Quotas, Reservation
+from pdserve_router.requests.redrive import REDRIVE_REASONS, TICK_S, RedriveQueue
 from pdserve_router.requests.request_limits import max_request_bytes
-from pdserve_router.requests.request_log import note_taken
+from pdserve_router.requests.request_log import note_taken, put_in_trace
 from pdserve_router.requests.request_metrics import (
     RequestMetrics,
     Timeline,
@@ -26,11 +31,19 @@ from pdserve_router.requests.request_metrics import (
     observe_first_token,
 )
 from pdserve_router.requests.single_completion import SingleCompletion
+from pdserve_router.requests.tenant import tenant_var
+from pdserve_router.requests.tenant_account import RateLimitError
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.model_limits import ModelLimits
-from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import (
+    AnyRoute,
+    LocalReason,
+    PoolingRoute,
+    RoutePath,
+)
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -62,10 +75,12 @@ class Router:
         tokenizer: Tokenizer,
         input_processor: InputProcessor,
         metrics: RouterMetrics,
+        quotas: Quotas,
         model_name: str,
         max_num_queued_requests: int,
         max_redrives: int,
         redrive_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.adapters = adapters
@@ -75,9 +90,11 @@ class Router:
         self.model_name = model_name
         self.is_draining = False
         self._metrics = metrics
+        self._quotas = quotas
         self._redrives = RedriveQueue(
-            pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s
+            pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s, clock=clock
         )
+        self._redrive_wait_s = redrive_wait_s
         self._max_num_queued_requests = max_num_queued_requests
         self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
         _begin_series(metrics, model_name)
@@ -85,7 +102,8 @@ class Router:
         self._num_arriving = 0
         self._beginning = asyncio.Semaphore(_BEGIN_TOGETHER)
         self._waiting: set[LiveRequest] = set()
-        self._live: set[LiveRequest] = set()
+        # Those that run, with what each holds of its tenant's limits.
+        self._live: dict[LiveRequest, Reservation] = {}
         # Of those, the ones whose time to the first token is not exported yet.
         self._unobserved: set[LiveRequest] = set()
         # The drain is over: what arrives yet does not begin.
@@ -105,7 +123,9 @@ class Router:
     @property
     def max_request_bytes(self) -> int | None:
         """How many bytes a request can use; None if nobody knows."""
-        if (limits := self.pool.limits) is None:
+        limits = self.pool.limits
+        # Of bytes of pictures there may be any number.
+        if limits is None or limits.capabilities.modalities:
             return None
         return max_request_bytes(
             max_model_len=limits.max_model_len,
@@ -122,6 +142,11 @@ class Router:
         """Requests that wait for their first token."""
         return self._num_arriving + len(self._waiting)
 
+    @property
+    def _num_places(self) -> int:
+        """How many more requests may wait for their first token."""
+        return self._max_num_queued_requests - self.num_queued
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """An API takes a request and sends its whole answer within: draining waits for that."""
@@ -133,27 +158,30 @@ class Router:
             self._num_answering -= 1
             self._note_idle()
 
-    async def submit(self, prepare: Prepare) -> list[LiveRequest]:
+    async def submit(self, prepare: Prepare, places: PartPlaces | None = None) -> list[LiveRequest]:
         """Have requests that came as one parsed, checked and tokenized, and dispatch them. Raises a
         PdserveError if they cannot be taken, all of them; once taken each ends with exactly one
-        finished output.
+        finished output. `places` are for parts that `follow`.
         """
         self._load_log.note()
         try:
             self._admit(1)
+            admission = self._quotas.admit(tenant_var.get(), num_places=self._num_places)
         except PdserveError as error:
             self._count_not_taken(error)
             raise
         self._num_arriving += 1
         self._is_idle.clear()
         try:
-            async with self._beginning:
-                await asyncio.sleep(0)
-            requests = await prepare(self.pool.model_limits())
-            request_id_var.set(requests[0].core_request.external_req_id)
-            if len(requests) > 1:
-                self._admit(len(requests) - 1)
-            lives = await self._dispatch_all(requests)
+            with admission:
+                async with self._beginning:
+                    await asyncio.sleep(0)
+                requests = await prepare(self.pool.model_limits())
+                request_id_var.set(requests[0].core_request.external_req_id)
+                if len(requests) > 1:
+                    self._admit(len(requests) - 1)
+                admission.reserve(requests, num_places=self._num_places, places=places)
+                lives = await self._dispatch_all(requests, admission)
             note_taken(lives)
             return lives
         except PdserveError as error:
@@ -162,6 +190,31 @@ class Router:
         finally:
             self._num_arriving -= 1
             self._note_idle()
+
+    def num_at_once(self, num_parts: int) -> int:
+        """Return how many parts of a call, which is being prepared, may begin at once; `follow` is
+        for the others.
+        """
+        return self._quotas.num_at_once(tenant_var.get(), num_parts, num_places=self._num_places)
+
+    async def follow(
+        self, processed: ProcessedInput, begun: LiveRequest, places: PartPlaces
+    ) -> LiveRequest:
+        """Dispatch one more part of a request that was taken, in the place of a part that has
+        ended; `begun` is the first one. Waits for a worker as long as what is sent again does.
+        Raises as `submit` does, but for the queue's length.
+        """
+        try:
+            with self._quotas.admit_part(tenant_var.get(), places) as admission:
+                admission.reserve_part(processed, places)
+                reservation = await admission.turn(0, processed)
+                part = admission.with_priority(processed)
+                live = await self._dispatch_later(part, reservation, begun.share_origin())
+            note_taken([live])
+            return live
+        except PdserveError as error:
+            self._count_not_taken(error)
+            raise
 
     async def drain(self, timeout_s: float) -> None:
         """Let finish what runs, what is still under way over connections that the servers have not
@@ -191,37 +244,75 @@ class Router:
                 retry_after_ms=OVERLOADED_RETRY_AFTER_MS,
             )
 
-    async def _dispatch_all(self, requests: Sequence[ProcessedInput]) -> list[LiveRequest]:
+    async def _dispatch_all(
+        self, requests: Sequence[ProcessedInput], admission: Admission
+    ) -> list[LiveRequest]:
         taken: list[LiveRequest] = []
+        origins: Collection[Origin] = ()
         try:
-            for request in requests:
+            for index, request in enumerate(requests):
                 if taken:
                     await asyncio.sleep(0)  # other streams go on between two of many
-                taken.append(await self._dispatch(request))
+                    origins = taken[0].share_origin()
+                reservation = await admission.turn(index, request)
+                processed = admission.with_priority(request)
+                taken.append(await self._dispatch(processed, reservation, origins))
         except BaseException:
             for live in taken:
                 live.abort()
             raise
         return taken
 
-    async def _dispatch(self, processed: ProcessedInput) -> LiveRequest:
-        route = self._route(processed)
+    async def _dispatch_later(
+        self,
+        processed: ProcessedInput,
+        reservation: Reservation,
+        origins: Collection[Origin],
+    ) -> LiveRequest:
+        """Dispatch it when there is a worker for it, as parts before it would be in vain. Raises as
+        `_dispatch` after `redrive_wait_s` or at the deadline.
+        """
+        clock = self._redrives.clock
+        until = clock() + self._redrive_wait_s
+        if (deadline := processed.core_request.deadline) is not None:
+            until = min(until, deadline)
+        while True:
+            if self._is_cut:
+                raise DrainingError("the router shut down before all of the request was sent")
+            try:
+                return await self._dispatch(processed, reservation, origins)
+            except (NoWorkerError, OverloadedError):
+                if clock() >= until:
+                    raise
+            await asyncio.sleep(TICK_S)
+
+    async def _dispatch(
+        self,
+        processed: ProcessedInput,
+        reservation: Reservation,
+        origins: Collection[Origin],
+    ) -> LiveRequest:
+        """Send it to workers of `origins`, or if there are none to those that serve."""
+        route = self._route(processed, origins)
         timeline = Timeline(
             arrival_ns=processed.arrival_ns,
             tokenize_start_ns=processed.tokenize_start_ns,
             tokenize_end_ns=processed.tokenize_end_ns,
         )
         if sum(len(each.token_ids) for each in processed.resume) <= INLINE_RESUMED_TOKENS:
-            live = self._make(processed, route, timeline)
+            live = self._make(processed, route, timeline, origins)
         else:
             epochs = route.epochs
-            live = await asyncio.to_thread(self._make, processed, route, timeline)
+            live = await asyncio.to_thread(self._make, processed, route, timeline, origins)
             if route.epochs != epochs:
                 # Perhaps with other weights.
                 raise NoWorkerError("a worker of the request was restarted", retry_after_ms=1000)
         if self._is_cut:
             raise DrainingError("the router shut down before the request was sent")
-        self._live.add(live)
+        if processed.tensors:
+            self.pool.tensors.hold(processed.tensors)
+            self._metrics.pictures.on_taken(len(processed.core_request.mm_features))
+        self._live[live] = reservation
         self._waiting.add(live)
         self._unobserved.add(live)
         self._metrics.requests_in_flight.inc()
@@ -231,6 +322,8 @@ class Router:
             self._scale_out.on_request(lora)
         num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
+        if (pooling := processed.core_request.pooling_params) is not None:
+            self._metrics.pooling.on_taken(pooling.task, num_prompt_tokens)
         # The last, as it may end at once.
         try:
             live.start()
@@ -240,24 +333,44 @@ class Router:
             raise
         return live
 
-    def _route(self, processed: ProcessedInput) -> Route:
+    def _route(self, processed: ProcessedInput, origins: Collection[Origin]) -> AnyRoute:
         """Choose workers; an answer that has begun is for those of the same weights."""
         begun = {
             each.origin for each in processed.resume if each.token_ids and not each.is_finished
         }
         return self.pool.route(
             processed.core_request,
-            origins=begun,
+            origins=begun.union(origins),
             session=processed.session,
             hashes=processed.prefix_hashes,
         )
 
-    def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
-        params = processed.core_request.sampling_params
+    def _make(
+        self,
+        processed: ProcessedInput,
+        route: AnyRoute,
+        timeline: Timeline,
+        origins: Collection[Origin],
+    ) -> LiveRequest:
+        request, span = put_in_trace(processed.core_request, is_chat=processed.is_chat)
+        if isinstance(route, PoolingRoute):
+            return PoolingRequest(
+                request,
+                route,
+                origins=origins,
+                timeline=timeline,
+                metrics=self._metrics,
+                redrives=self._redrives,
+                on_tokens=self._on_tokens,
+                on_end=self._on_end,
+                session=processed.session,
+                span=span,
+            )
+        params = request.sampling_params
         assert params is not None
         if params.use_beam_search:
             return BeamSearchRequest(
-                processed.core_request,
+                request,
                 route,
                 tokenizer=self.tokenizer,
                 timeline=timeline,
@@ -267,10 +380,11 @@ class Router:
                 on_end=self._on_end,
                 parsing=processed.parsing,
                 session=processed.session,
+                span=span,
             )
         kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
         return kind(
-            processed.core_request,
+            request,
             route,
             tokenizer=self.tokenizer,
             timeline=timeline,
@@ -281,10 +395,14 @@ class Router:
             resume=processed.resume,
             parsing=processed.parsing,
             session=processed.session,
+            span=span,
+            include_events=processed.include_events,
         )
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
-        self._waiting.discard(live)
+        if live in self._waiting:
+            self._waiting.discard(live)
+            self._live[live].note_token()
         self._generation_tokens.inc(num_new)
         if live in self._unobserved:
             metrics = live.measure()
@@ -294,20 +412,26 @@ class Router:
 
     def _on_end(self, live: LiveRequest) -> None:
         self._waiting.discard(live)
-        self._live.discard(live)
+        reservation = self._live.pop(live)
+        if live.core_request.mm_features:
+            self.pool.tensors.release(live.core_request)
         self._note_idle()
         assert live.ending is not None
+        _settle(reservation, live.ending)
         metrics = live.ending.metrics
         self._metrics.requests_in_flight.dec()
-        self._count(str(live.ending.finish_reason))
+        outcome = str(live.ending.finish_reason)
+        self._count(outcome)
+        if (pooling := live.core_request.pooling_params) is not None:
+            self._metrics.pooling.on_end(pooling.task, outcome)
         if live in self._unobserved and metrics.ttft_ns:
             self._observe_first_token(live, metrics)
         self._unobserved.discard(live)
-        observe_end(self._metrics, metrics, model=self.model_name)
+        observe_end(self._metrics, metrics, model=self.model_name, exemplar=_exemplar(live))
 
     def _observe_first_token(self, live: LiveRequest, metrics: RequestMetrics) -> None:
         self._unobserved.discard(live)
-        observe_first_token(self._metrics, metrics, model=self.model_name)
+        observe_first_token(self._metrics, metrics, model=self.model_name, exemplar=_exemplar(live))
 
     def _totals(self) -> Mapping[str, float]:
         def num_requests(outcomes: Sequence[str]) -> float:
@@ -344,16 +468,34 @@ class Router:
             self._is_idle.set()
 
     def _count_not_taken(self, error: PdserveError) -> None:
-        self._count("refused" if error.code in _REFUSALS else "rejected")
+        # What a tenant has used up is there for others: no overload.
+        is_refused = error.code in _REFUSALS and not isinstance(error, RateLimitError)
+        self._count("refused" if is_refused else "rejected")
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
 
 
+def _settle(reservation: Reservation, ending: Ending) -> None:
+    """What no worker took costs nothing; what failed later costs what it had used. What another
+    stream had brought was paid for by that one.
+    """
+    usage, error = ending.usage, ending.error
+    num_new = usage.num_output_tokens - ending.num_resumed_tokens
+    if error is not None and error.code in _REFUSALS and not num_new:
+        reservation.settle()
+        return
+    reservation.settle(num_prompt_tokens=usage.num_prompt_tokens, num_output_tokens=num_new)
+
+
+def _exemplar(live: LiveRequest) -> dict[str, str] | None:
+    return {"trace_id": live.span.trace_id} if live.span is not None else None
+
+
 def _begin_series(metrics: RouterMetrics, model: str) -> None:
     begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, *_NOT_TAKEN))
     begin(metrics.prompt_tokens, model=(model,))
-    begin(metrics.requests_routed, path=("disaggregated",), reason=("",))
+    begin(metrics.requests_routed, path=("disaggregated", "pooling"), reason=("",))
     begin(metrics.requests_routed, path=("local",), reason=get_args(LocalReason))
     begin(metrics.handoffs, outcome=get_args(HandoffOutcome))
     begin(metrics.redrives, reason=REDRIVE_REASONS, path=get_args(RoutePath))

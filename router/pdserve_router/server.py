@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import signal
 from functools import partial
 
@@ -15,8 +16,9 @@ from pdserve_common.metrics import BuildMetrics, LimitMetrics, RouterMetrics
 from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
-from pdserve_common.rpc import RpcServer
+from pdserve_common.rpc import RpcServer, open_channel
 from pdserve_common.tokenizer_digest import tokenizer_digest
+from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.api.body_guard import BodyGuard
@@ -28,10 +30,14 @@ from pdserve_router.api.http_server import HttpServer
 from pdserve_router.api.openai_http import build_app
 from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.config import RouterConfig
+from pdserve_router.requests.fair_queue import FairQueue
 from pdserve_router.requests.input_processor import InputProcessor
+from pdserve_router.requests.pictures import RequestPictures
+from pdserve_router.requests.quotas import Quotas, no_limits
 from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
 from pdserve_router.router import Router
-from pdserve_router.text.served_model import ServedModel
+from pdserve_router.text.picture_processor import PictureProcessor
+from pdserve_router.text.served_model import ServedModel, labels_of
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
@@ -95,6 +101,14 @@ class RouterServer:
             if config.api_keys_file
             else None
         )
+        turns = FairQueue(self._prompt_tokens_under_way)
+        metrics.quotas.waiting_tokens.set_function(lambda: turns.waiting)
+        self._quotas = Quotas(
+            self._api_keys.limits if self._api_keys else no_limits,
+            num_parts=config.quota_replicas * config.workers,
+            turns=turns,
+            metrics=metrics.quotas,
+        )
         workers_tls = self._tls if config.tls_ca_file else None
         self.pool = WorkerPool(
             prefill=config.prefill,
@@ -105,12 +119,20 @@ class RouterServer:
             metrics=metrics,
             on_change=self._on_workers_changed,
             timings=timings,
-            tls=workers_tls,
+            open_channel=partial(open_channel, tls=workers_tls),
             cell=Cell(config.cell or config.router_id, config.cell_size),
+            max_held_tensor_bytes=config.max_held_tensor_bytes,
         )
-        self._tokenizer = Tokenizer(config.model)
+        picture_processor = PictureProcessor.from_folder(config.model)
+        self._tokenizer = Tokenizer(
+            config.model,
+            image_token_id=picture_processor.image_token_id if picture_processor else None,
+        )
         input_processor = InputProcessor(
             self._tokenizer,
+            pictures=RequestPictures(
+                picture_processor, max_images_per_prompt=config.max_images_per_prompt
+            ),
             model_name=config.model_name,
             default_deadline_s=config.default_deadline_s,
             max_deadline_s=config.max_deadline_s,
@@ -135,12 +157,23 @@ class RouterServer:
             tokenizer=self._tokenizer,
             input_processor=input_processor,
             metrics=metrics,
+            quotas=self._quotas,
             model_name=config.model_name,
             max_num_queued_requests=config.max_num_queued_requests,
             max_redrives=config.max_redrives,
             redrive_wait_s=config.redrive_wait_s,
         )
-        self._request_log = RequestLog() if config.log_requests else None
+        self._tracing = open_tracing(
+            config.otlp_traces_endpoint,
+            registry,
+            service="pdserve-router",
+            instance=config.router_id,
+        )
+        self._request_log = (
+            RequestLog(writes=config.log_requests, tracing=self._tracing, model=config.model_name)
+            if config.log_requests or self._tracing is not None
+            else None
+        )
         self._rpc = RpcServer(
             config.host,
             config.grpc_port,
@@ -196,6 +229,7 @@ class RouterServer:
             edge=self.edge_processes,
             unknown_fields=self._metrics.http_unknown_fields,
             has_lora_updates=config.lora_updates,
+            labels=labels_of(config.model),
         )
         places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
         self._http.start(self._guarded(BodyGuard(app, places)))
@@ -209,9 +243,14 @@ class RouterServer:
             self.metrics_port,
         )
 
+    def _prompt_tokens_under_way(self) -> float:
+        """Return how many prompt tokens workers may have to compute while others wait."""
+        num_steps = self.config.fair_queue_steps
+        return num_steps * self.pool.shared_limits.num_step_tokens if num_steps else math.inf
+
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         if self._api_keys:
-            app = HttpApiKeyGuard(app, self._api_keys)
+            app = HttpApiKeyGuard(app, self._api_keys, self._quotas)
         if self.config.cors_origins:
             # Around the keys: a browser asks first without one.
             app = CORSMiddleware(
@@ -246,6 +285,8 @@ class RouterServer:
         await self._scale_out.close()
         await self.pool.close()
         await asyncio.gather(*self._health_tasks)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if self._metrics_server is not None:
             self._metrics_server.close()
         self._tokenizer.close()

@@ -12,7 +12,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
-from pdserve_client import resumable_answer
+from pdserve_client import attempts, resumable_answer
 from pdserve_client.client import AsyncClient, Client, build_request
 from pdserve_common.rpc import server_options
 from pdserve_common.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ class FakeRouter(pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.fates: list[tuple[int, grpc.StatusCode]] = []
         self.requests: list[pb2.GenerateRequest] = []
+        self.pooled: list[pb2.PoolRequest] = []
         self.remaining_s: list[float] = []
         self.times: list[float] = []
         self.last_error: core.EngineError | None = None
@@ -68,6 +69,15 @@ class FakeRouter(pb2_grpc.InferenceServiceServicer):
             yield pb2.GenerateResponse(output=self._output(request, index))
         if fate is not None:
             await context.abort(fate[1], "scripted")
+
+    async def Pool(
+        self, request: pb2.PoolRequest, context: grpc.aio.ServicerContext
+    ) -> pb2.PoolResponse:
+        self.pooled.append(request)
+        fate = self.fates.pop(0) if self.fates else None
+        if fate is not None:
+            await context.abort(fate[1], "scripted")
+        return pb2.PoolResponse(pooling_output=[0.5, 0.25], num_prompt_tokens=3)
 
     async def _hang(self) -> None:
         try:
@@ -192,7 +202,7 @@ def test_pauses_are_between_rounds_and_have_an_end() -> None:
     error = grpc.aio.AioRpcError(LOST, grpc.aio.Metadata(), grpc.aio.Metadata())
     steps = [(answer.on_loss(error), answer.router) for _ in range(10_000)]
     assert steps[:6] == [(0, 0), (0.1, 1), (0, 0), (0.2, 1), (0, 0), (0.4, 1)]
-    assert max(delay_s for delay_s, _ in steps) == resumable_answer.MAX_BACKOFF_S
+    assert max(delay_s for delay_s, _ in steps) == attempts.MAX_BACKOFF_S
 
 
 async def test_it_gives_up_after_so_many_tries(pair) -> None:
@@ -208,15 +218,16 @@ async def test_it_gives_up_after_so_many_tries(pair) -> None:
 
 async def test_every_try_has_what_is_left_of_the_deadline(router, monkeypatch) -> None:
     # The two pauses end far from the deadline, before and behind it.
-    monkeypatch.setattr(resumable_answer, "MIN_BACKOFF_S", 0.6)
+    monkeypatch.setattr(attempts, "MIN_BACKOFF_S", 2.0)
+    monkeypatch.setattr(attempts, "MAX_BACKOFF_S", 4.0)
     router.fates = [(1, LOST)] * 9
     started = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ask([router], max_resumes=9, timeout_s=1.7)
+        await ask([router], max_resumes=9, timeout_s=5.9)
     assert raised.value.code() is LOST, "the second pause would have ended behind the deadline"
-    assert time.monotonic() - started < 1.7
+    assert time.monotonic() - started < 5.9
     assert len(router.remaining_s) == 2
-    for remaining_s, most in zip(router.remaining_s, (1.7, 1.1), strict=True):
+    for remaining_s, most in zip(router.remaining_s, (5.9, 3.9), strict=True):
         # gRPC rounds what it sends up, by a few per cent.
         assert 0 < remaining_s <= 1.05 * most
 
@@ -337,3 +348,59 @@ def test_bad_arguments_are_named() -> None:
         Client([])
     with pytest.raises(ValueError, match="max_resumes is -1"):
         Client("127.0.0.1:1", max_resumes=-1)
+
+
+# ---- vectors
+
+
+async def test_what_is_pooled_has_three_forms(router) -> None:
+    async with asyncio_client([router]) as client:
+        assert await client.embed("a fox", dimensions=2, model="m") == [0.5, 0.25]
+        answer = await client.pool(("query", "document"), "score", use_activation=False)
+        assert answer.num_prompt_tokens == 3
+        await client.pool([5, 6], "classify", priority=-1)
+    text, pair, tokens = router.pooled
+    assert (text.text, text.model, text.pooling_params.task) == ("a fox", "m", "embed")
+    assert text.pooling_params.dimensions == 2
+    assert not text.pooling_params.HasField("use_activation")
+    assert (pair.pair.text, pair.pair.text_pair) == ("query", "document")
+    assert pair.pooling_params.HasField("use_activation")
+    assert list(tokens.tokens.token_ids) == [5, 6]
+    assert (tokens.priority, tokens.pooling_params.task) == (-1, "classify")
+
+
+async def test_the_next_router_pools_what_one_has_lost(pair) -> None:
+    pair[0].fates = [(0, LOST)]
+    async with asyncio_client(pair) as client:
+        assert await client.embed("a") == [0.5, 0.25]
+        await client.embed("b")
+    assert [len(each.pooled) for each in pair] == [1, 2]
+    for router in pair:
+        router.fates = [(0, LOST)] * 9
+    address = [router.address for router in pair]
+
+    def block() -> None:
+        with Client(address, max_resumes=2) as client:
+            client.embed("a", timeout_s=20)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        await asyncio.to_thread(block)
+    assert raised.value.code() is LOST
+    assert sum(len(each.pooled) for each in pair) == 3 + 3
+
+
+async def test_what_is_refused_is_not_pooled_elsewhere(pair) -> None:
+    pair[0].fates = [(0, grpc.StatusCode.INVALID_ARGUMENT)]
+    async with asyncio_client(pair) as client:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await client.embed("a")
+    assert not pair[1].pooled
+
+
+@contextlib.asynccontextmanager
+async def asyncio_client(routers: Sequence[FakeRouter]) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient([router.address for router in routers])
+    try:
+        yield client
+    finally:
+        await client.close()

@@ -9,8 +9,14 @@ import pytest
 from pdserve_client import stack as stacks
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import ServiceProcess, Stack, StackError
+from pdserve_common import tracing
 from pdserve_common.cores import share_cores
+from pdserve_common.model_folder import pools
 from pdserve_common.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
+from pdserve_engine.clients.inproc import HAND_BACK_TIMEOUT_S
+from pdserve_router.api.http_server import CUT_TIMEOUT_S
+from pdserve_router.server import CLOSE_GRACE_S
+from pdserve_worker.process import ENGINE_CLOSE_TIMEOUT_S, STOP_GRACE_S
 
 MakeStack = Callable[..., Stack]
 
@@ -23,7 +29,7 @@ def make_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStack:
     monkeypatch.setattr(stacks, "usable_cores", lambda: frozenset(range(4)))
     monkeypatch.setattr(stacks, "cpu_limit", lambda: None)
     monkeypatch.setattr(stacks, "share_cores", functools.partial(share_cores, system=tmp_path))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
 
     def make(**settings: object) -> Stack:
         return Stack(
@@ -48,6 +54,25 @@ def test_all_services_are_told_the_name_of_the_model(make_stack: MakeStack) -> N
     assert not any("served-model-name" in str(process.flags) for process in stack.processes)
 
 
+def test_each_service_has_a_folder_of_its_own_for_tiers(make_stack: MakeStack) -> None:
+    stack = make_stack(
+        kv_offload_host_bytes=10, kv_offload_disk_path="kv", kv_offload_disk_bytes=20, decode=2
+    )
+    for worker in stack.workers:
+        assert f"--kv-offload-disk-path=kv/{worker.name}" in worker.flags
+        assert {"--kv-offload-host-bytes=10", "--kv-offload-disk-bytes=20"} <= set(worker.flags)
+    assert not any("kv-offload" in str(process.flags) for process in make_stack().processes)
+
+
+def test_no_process_is_killed_while_it_closes() -> None:
+    """Each step as long as it may take, and a collector that does not answer."""
+    of_spans_s = tracing.CLOSE_TIMEOUT_S + tracing.JOIN_TIMEOUT_S
+    router_s = CLOSE_GRACE_S + CUT_TIMEOUT_S + of_spans_s
+    worker_s = HAND_BACK_TIMEOUT_S + STOP_GRACE_S + of_spans_s + ENGINE_CLOSE_TIMEOUT_S
+    # Python itself and the sockets take some more.
+    assert max(router_s, worker_s) + 2.0 <= stacks.END_MARGIN_S
+
+
 def test_prefill_and_decode_share_no_core(make_stack: MakeStack) -> None:
     stack = make_stack()
     assert placements(stack) == [
@@ -55,6 +80,49 @@ def test_prefill_and_decode_share_no_core(make_stack: MakeStack) -> None:
         ["--cpu-cores=2-3", "--num-threads=2"],
     ]
     assert stack.placement == "prefill-0 on 0-1, decode-0 on 2-3"
+
+
+def names_of(stack: Stack) -> list[str]:
+    return [worker.name for worker in stack.workers]
+
+
+POOLING_FILES = (
+    {"config.json": '{"architectures": ["Qwen3ForSequenceClassification"]}'},
+    {"config.json": '{"architectures": ["Qwen3Model"]}'},
+    {"config.json": '{"architectures": ["Qwen3ForCausalLM"]}', "modules.json": "[]"},
+)
+
+
+@pytest.mark.parametrize("files", POOLING_FILES)
+def test_a_model_that_pools_has_prefill_services_alone(
+    make_stack: MakeStack, tmp_path: Path, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert pools(tmp_path)
+    stack = make_stack(prefill=2, decode=3)
+    assert names_of(stack) == ["prefill-0", "prefill-1"]
+    assert not any(flag.startswith("--decode") for flag in stack.router.flags)
+    # What a service is told it does.
+    assert names_of(make_stack(runner="generate")) == ["prefill-0", "decode-0"]
+    with pytest.raises(StackError, match="prefill is 0, must be at least 1 for a model that pools"):
+        make_stack(prefill=0)
+
+
+def test_services_are_told_to_pool(make_stack: MakeStack) -> None:
+    stack = make_stack(runner="pooling", convert="embed")
+    assert names_of(stack) == ["prefill-0"]
+    assert {"--runner=pooling", "--convert=embed"} < set(stack.workers[0].flags)
+
+
+@pytest.mark.parametrize("architectures", ['["LlamaForCausalLM"]', "null", "[]"])
+def test_a_model_that_generates_needs_decode_services(
+    make_stack: MakeStack, tmp_path: Path, architectures: str
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": {architectures}}}')
+    assert names_of(make_stack()) == ["prefill-0", "decode-0"]
+    with pytest.raises(StackError, match="decode is 0, must be at least 1 for a model that gen"):
+        make_stack(decode=0)
 
 
 def test_services_keep_to_the_cores_a_stack_is_given(make_stack: MakeStack) -> None:

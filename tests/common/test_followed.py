@@ -1,8 +1,10 @@
 """Files that are read again when they change, or when they could not be read."""
 
+import asyncio
 import itertools
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,23 @@ def test_permissions_that_are_corrected_are_a_change(reader: Reader) -> None:
         reader.path.chmod(0o600)
     keys.get()
     assert reader.num_reads == 2
+
+
+async def test_an_event_loop_goes_on_while_a_file_is_read(reader: Reader) -> None:
+    has_gone_on = threading.Event()
+
+    def read_slowly() -> str:
+        if reader.num_reads:
+            assert has_gone_on.wait(30), "the event loop is held up"
+        return reader()
+
+    keys = Followed([str(reader.path)], read_slowly)
+    assert await keys.get_off_loop() == "a"
+    write(reader.path, "b")
+    asking = [asyncio.create_task(keys.get_off_loop()) for _ in range(3)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert keys.last == "a"
+    has_gone_on.set()
+    assert await asyncio.gather(*asking) == ["b"] * 3
+    assert reader.num_reads == 2, "once for all who ask"

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve_common.model_folder import model_name
 from support.hub import FakeHub
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,24 @@ def test_routers_download_no_weights_and_workers_the_rest(hub: FakeHub) -> None:
     assert (folder / WEIGHTS).is_file()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
+def test_how_a_model_pools_comes_with_it(hub: FakeHub) -> None:
+    pooling = "1_Pooling/config.json"
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    texts = {"modules.json": json.dumps(modules), pooling: "{}"}
+    texts |= dict.fromkeys(["2_Dense/model.safetensors", "onnx/config.json"], "{}")
+    for name, text in texts.items():
+        (hub.files / name).parent.mkdir(exist_ok=True)
+        (hub.files / name).write_text(text)
+    folder = found(hub)
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == SERVED | {WEIGHTS, "modules.json", pooling}
+    # As a download that was cut off leaves it.
+    (folder / pooling).unlink()
+    assert found(hub) == folder
+    assert (folder / pooling).is_file()
+
+
+@pytest.mark.parametrize("name", sampled(["config.json", "tokenizer.json", WEIGHTS], WEIGHTS))
 def test_what_is_not_complete_in_the_cache_is_downloaded(hub: FakeHub, name: str) -> None:
     folder = found(hub)
     shutil.rmtree(folder.parent.parent / "trees", ignore_errors=True)  # as others leave it
@@ -122,7 +140,7 @@ def test_a_model_that_the_hub_does_not_have_is_said_to_be_wrong(hub: FakeHub) ->
     )
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", sampled([401, 403], 403))
 def test_a_gated_model_says_how_to_be_let_in(hub: FakeHub, status: int) -> None:
     hub.file_status, hub.file_error = status, "GatedRepo"
     text = error(find(hub, environment={"HF_TOKEN": "hf_some"} if status == 403 else None))

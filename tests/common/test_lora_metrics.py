@@ -49,3 +49,17 @@ def test_names_that_come_and_go_for_ever_take_no_memory() -> None:
     assert len(shown) == MAX_SHOWN + 1
     assert shown["always"] == num
     assert sum(shown.values()) == 2 * num
+
+
+def test_an_adapter_may_be_called_as_the_others_are() -> None:
+    registry = CollectorRegistry()
+    requests = RouterLoraMetrics(registry).requests
+    requests.begin(OTHER)
+    requests.inc(OTHER)
+    for number in range(MAX_SHOWN):
+        for _ in range(2):
+            requests.inc(f"adapter {number}")
+    requests.inc("rare")
+    shown = series(registry)
+    assert shown[OTHER] == 2
+    assert sum(shown.values()) == 2 * MAX_SHOWN + 2

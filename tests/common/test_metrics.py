@@ -14,8 +14,11 @@ from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
 from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
+from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_common.limits import LIMITS
 from pdserve_common.metrics_server import MetricsServer
+from pdserve_common.tensor_metrics import TensorMetrics
+from pdserve_common.tracing_metrics import TracingMetrics
 from pdserve_engine.clients.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -47,6 +50,9 @@ def declared() -> dict[str, list[str]]:
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
     metrics.GrammarMetrics(registry)
+    KVOffloadMetrics(registry)
+    TensorMetrics(registry)
+    TracingMetrics(registry)
     return registry.labels
 
 

@@ -7,8 +7,9 @@ import pytest
 from pdserve_common import engine_types as types
 from pdserve_common.capabilities import Capabilities, check_served
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
+from pdserve_common.request_validation import validate_engine_core_request
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
+from pdserve_common.validation import validate_sampling_params
 
 INFO = types.EngineInfo(
     engine_id="e",
@@ -37,6 +38,8 @@ SERVED = {
     "request_id",
     "prompt_token_ids",
     "sampling_params",
+    # tests/common/test_pooling_params.py
+    "pooling_params",
     "eos_token_id",
     "arrival_time",
     "cache_salt",
@@ -52,7 +55,6 @@ SERVED = {
     "prediction_token_ids",
 }
 REFUSED = {
-    "pooling_params": types.PoolingParams(task="embed"),
     "mm_features": (
         types.MultiModalFeatureSpec(modality="image", identifier="i", position=0, length=1),
     ),
@@ -81,10 +83,9 @@ def test_a_field_that_is_not_served_is_refused_by_name(name: str) -> None:
 
 
 SERVING = Capabilities(
-    tasks=frozenset(("generate", "embed")),
     adapters=frozenset(("1234",)),
     modalities=frozenset(("image", "audio")),
-    fields=frozenset(REFUSED) - {"pooling_params", "mm_features"},
+    fields=frozenset(REFUSED) - {"mm_features"},
 )
 
 
@@ -100,8 +101,6 @@ def test_a_field_is_served_by_a_worker_that_can(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pooling_params", types.PoolingParams(task="classify")),
-        ("pooling_params", types.PoolingParams(task="generate")),
         (
             "mm_features",
             (types.MultiModalFeatureSpec(modality="video", identifier="i", position=0, length=1),),

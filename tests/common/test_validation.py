@@ -19,6 +19,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.request_validation import validate_engine_core_request
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
 from pdserve_common.sampling_params import (
     EarlyStopping,
@@ -33,7 +34,6 @@ from pdserve_common.validation import (
     MIN_REPETITION_PENALTY,
     PROBE_PRIORITY,
     validate_choice,
-    validate_engine_core_request,
     validate_prompt_logprobs,
     validate_sampling_params,
 )
@@ -242,7 +242,10 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ({"request_id": ""}, "request_id has 0 characters"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
         ({"request_id": "a\nb"}, "request_id must be printable ASCII"),
-        ({"sampling_params": None}, "sampling_params is unset"),
+        (
+            {"sampling_params": None},
+            "exactly one of sampling_params and pooling_params must be set",
+        ),
         ({"resumable": True}, "resumable is set: not served yet"),
         ({"kv_transfer_params": KVTransferParams()}, "needs exactly one of"),
         (

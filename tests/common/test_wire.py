@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 from unittest import mock
 
+import msgspec
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -20,6 +21,7 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types as types
 from pdserve_common import kv_types, wire
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_sampling_params
 from pdserve_common.wire import codec
@@ -48,6 +50,8 @@ FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "seed": st.none() | st.integers(0, 2**64 - 1),
     # None and nothing are one to the wire.
     "pooling_output": st.none() | FLOATS.filter(bool),
+    # Of a worker that tells none it is known.
+    "tasks": st.sampled_from((("generate",), ("embed",), ("classify", "score"))),
 }
 # Fields of messages that no dataclass has.
 NO_FIELDS = {"EngineCoreOutputs": {"step_seq", "more", "tokens"}}
@@ -58,6 +62,11 @@ LOGPROBS = types.LogprobsLists(
 )
 
 
+def is_record(cls: object) -> bool:
+    is_struct = isinstance(cls, type) and issubclass(cls, msgspec.Struct)
+    return is_struct or dataclasses.is_dataclass(cls)
+
+
 def values(hint: Any, field: str = "") -> st.SearchStrategy[Any]:
     """Any value of a type; a new field is tried without a word here."""
     if field in FIELDS:
@@ -66,7 +75,7 @@ def values(hint: Any, field: str = "") -> st.SearchStrategy[Any]:
         return SECONDS
     if hint in SCALARS:
         return SCALARS[hint]
-    if dataclasses.is_dataclass(hint):
+    if is_record(hint):
         return DEPENDENT[hint]() if hint in DEPENDENT else built(hint)
     if isinstance(hint, type) and issubclass(hint, IntEnum):
         return st.sampled_from(hint)
@@ -88,7 +97,7 @@ def a_request() -> st.SearchStrategy[types.EngineCoreRequest]:
         built(types.EngineCoreRequest, **{one: values(cls), other: st.none()})
         for one, cls, other in (
             ("sampling_params", SamplingParams, "pooling_params"),
-            ("pooling_params", types.PoolingParams, "sampling_params"),
+            ("pooling_params", PoolingParams, "sampling_params"),
         )
     )
 
@@ -161,7 +170,7 @@ PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint, kv_types.KVShard)
 ENGINE = [
     (cls, *BY_HAND.get(cls, (wire.to_proto, partial(wire.from_proto, cls))))
     for cls in (*vars(types).values(), *vars(kv_types).values())
-    if dataclasses.is_dataclass(cls) and cls not in (*PARTS, *(cls for cls, _, _ in KV_LINK))
+    if is_record(cls) and cls not in (*PARTS, *(cls for cls, _, _ in KV_LINK))
 ]
 
 
@@ -423,7 +432,7 @@ def test_only_tokens_that_come_alone_are_columns(data: st.DataObject) -> None:
     hints = get_type_hints(types.EngineCoreOutput)
     name = data.draw(st.sampled_from(sorted(hints.keys() - set(COLUMNS))))
     value = data.draw(values(hints[name], name))
-    output = dataclasses.replace(TOKENS, **{name: value})
+    output = msgspec.structs.replace(TOKENS, **{name: value})
     rows, others = written(output)
     is_alone = output == TOKENS
     assert rows == ([(9, 5, 7), (9, 6, 8)] if is_alone else [])
@@ -431,14 +440,14 @@ def test_only_tokens_that_come_alone_are_columns(data: st.DataObject) -> None:
 
 
 def test_tokens_of_an_attempt_without_a_handle_are_no_columns() -> None:
-    other = dataclasses.replace(TOKENS, attempt=1)
+    other = msgspec.structs.replace(TOKENS, attempt=1)
     assert written(other) == ([], [other])
 
 
 def test_the_outputs_of_a_request_stay_in_their_order() -> None:
     """Columns are read before all others."""
-    whole = dataclasses.replace(TOKENS, first_token_index=9, num_nans_in_logits=1)
-    behind = dataclasses.replace(TOKENS, first_token_index=11)
+    whole = msgspec.structs.replace(TOKENS, first_token_index=9, num_nans_in_logits=1)
+    behind = msgspec.structs.replace(TOKENS, first_token_index=11)
     rows, others = written(TOKENS, whole, behind)
     assert rows == [(9, 5, 7), (9, 6, 8)]
     assert others == [whole, behind]

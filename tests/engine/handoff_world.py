@@ -51,6 +51,7 @@ from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.drafts import MixedProposer, compute_all_drafts
+from support.modelled_rank import DEAD, ModelledRank
 from support.scripted_engine import (
     BLOCK_SIZE,
     EOS,
@@ -58,11 +59,9 @@ from support.scripted_engine import (
     check_places,
     expected,
     next_drafts,
-    next_token,
 )
 
 NUM_BLOCKS = 20
-DEAD = -1
 MAX_LIVE = 12
 # Before and after each of these calls of the scheduler other threads may get their turn.
 SEAMS = (
@@ -71,91 +70,40 @@ SEAMS = (
 )  # fmt: skip
 
 
-def kv_of(token_ids: Sequence[int]) -> list[int]:
-    """What the cache holds for each token."""
-    return list(itertools.accumulate(token_ids, lambda kv, t: hash((kv, t)) >> 2, initial=7))[1:]
-
-
-@dataclass(eq=False)
-class Known:
-    """A request as the rank knows it."""
-
-    token_ids: list[int]
-    num_computed: int
-    tables: tuple[list[int], ...]
-
-
-class Rank:
-    """Checks the KV that a step reads, and writes what it computes."""
+class Rank(ModelledRank):
+    """Checks the seats as well, and lets other threads run in the middle of a step."""
 
     def __init__(self, worker: "Worker") -> None:
+        super().__init__(worker.memory, worker.windows)
         self._worker = worker
-        self._known: dict[str, Known] = {}
         self.fails_next = False
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self.fails_next and step.num_scheduled_tokens:
             self.fails_next = False
             raise RuntimeError("a passing fault")
-        for request_id in step.finished_req_ids | step.preempted_req_ids:
-            self._known.pop(request_id, None)
-        for new in step.scheduled_new_reqs:
-            tables = tuple(list(ids) for ids in new.block_ids)
-            known = Known(list(new.all_token_ids), new.num_computed_tokens, tables)
-            self._known[new.request_id] = known
-        cached = step.scheduled_cached_reqs
-        for request_id, block_ids, num_computed in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            assert self._known[request_id].num_computed == num_computed
-            for table, ids in zip(self._known[request_id].tables, block_ids or (), strict=False):
-                table.extend(ids)
+        return super().execute_model(step)
+
+    def compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._check_seats()
         self._worker.world.other_threads()
-        drafts = step.scheduled_spec_decode_tokens
-        sampled = [
-            self._compute(r, n, drafts.get(r, ())) for r, n in step.num_scheduled_tokens.items()
-        ]
-        self._worker.world.other_threads()
-        return ModelRunnerOutput(
-            request_ids=tuple(step.num_scheduled_tokens), sampled_token_ids=tuple(sampled)
+        output = super().compute(step)
+        self._worker.world.num_drafts += sum(
+            len(drafts)
+            for request_id, drafts in step.scheduled_spec_decode_tokens.items()
+            if output.sampled_token_ids[output.request_ids.index(request_id)]
         )
-
-    def _compute(
-        self, request_id: str, num_tokens: int, drafts: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        known = self._known[request_id]
-        start, end = known.num_computed, known.num_computed + num_tokens
-        kv, memory = kv_of([*known.token_ids, *drafts]), self._worker.memory
-        is_right = True
-        for table, window in zip(known.tables, self._worker.windows, strict=True):
-            seen = range(0 if window is None else max(0, start - window + 1), start)
-            found = [memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in seen]
-            is_right &= found == [kv[i] for i in seen]
-            for i in range(start, end):
-                memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = kv[i] if is_right else DEAD
-        self._watch(request_id, is_right)
-        known.num_computed = end - len(drafts)
-        if known.num_computed < len(known.token_ids):
-            return ()
-        self._worker.world.num_drafts += len(drafts)
-        sampled: list[int] = []
-        for draft in (*drafts, None):
-            sampled.append(next_token([*known.token_ids, *sampled]) if is_right else DEAD)
-            if sampled[-1] != draft:
-                break
-        known.token_ids += sampled
-        known.num_computed += len(sampled) - 1
-        return tuple(sampled)
+        self._worker.world.other_threads()
+        return output
 
     def _check_seats(self) -> None:
         scheduler = self._worker.scheduler
         num_probes = sum(request.is_probe for request in scheduler.running)
         assert num_probes <= NUM_PROBE_SEATS
         assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
-        assert len(self._known) <= scheduler.config.max_batch_size, "no row is left"
+        assert self.num_known <= scheduler.config.max_batch_size, "no row is left"
 
-    def _watch(self, request_id: str, is_right: bool) -> None:
+    def watch(self, request_id: str, is_right: bool) -> None:
         request = self._worker.scheduler.requests.get(request_id)
         if request is not None and request.needs_remote_kv:
             self._worker.world.num_first_steps[is_right] += 1

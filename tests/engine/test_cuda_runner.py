@@ -11,21 +11,30 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from support.adapters import write_adapter
+from support.flash_attn import installed, make_flash_attn
 from support.interpreted import (
+    SHARES,
     convert_fp8_as_gpus_do,
     interpreted_kernels,
     prompt_events,
     run_interpreted,
 )
 from support.model_driver import Driver, make_prompt
+from support.models import LLAVA
+from support.pictures import Picture, Prompt, hf_greedy
+from support.recorded_graphs import recorded_graphs
+from support.samples import sampled
 
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM_STEPS = 8
+# Each is interpreted.
+FEW_LAYERS = {"num_hidden_layers": 2}
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
@@ -36,8 +45,9 @@ PARAMS = (
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
-def test_it_agrees_with_the_plain_runner_in_the_interpreter() -> None:
-    run_interpreted(Path(__file__))
+@pytest.mark.parametrize("share", SHARES)
+def test_it_agrees_with_the_plain_runner_in_the_interpreter(share: str) -> None:
+    run_interpreted(share, Path(__file__))
 
 
 @pytest.fixture
@@ -46,9 +56,9 @@ def make_driver(make_model: Callable[..., Path]) -> Iterator[Callable[..., Drive
     kernels.
     """
 
-    def make(kernels: Any = None, **options: Any) -> Driver:
+    def make(kernels: Any = None, folder: Path | None = None, **options: Any) -> Driver:
         with interpreted_kernels(kernels):
-            return Driver(make_model("Qwen3ForCausalLM"), **options)
+            return Driver(folder or make_model("Qwen3ForCausalLM", **FEW_LAYERS), **options)
 
     with prompt_events():
         yield make
@@ -59,7 +69,7 @@ def test_steps_that_are_launched_ahead_bring_the_same_tokens(
     make_model: Callable[..., Path], make_driver: Callable[..., Driver]
 ) -> None:
     """Each step is launched before anybody has looked at the one before; requests come and go."""
-    plain, ahead = Driver(make_model("Qwen3ForCausalLM")), make_driver()
+    plain, ahead = Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS)), make_driver()
     for driver in (plain, ahead):
         for i, params in enumerate(PARAMS[:2]):
             driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
@@ -82,14 +92,16 @@ def test_steps_that_are_launched_ahead_bring_the_same_tokens(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_adapters_and_integer_weights_bring_the_same_tokens(
+@pytest.mark.parametrize("quantization", sampled([None, "int8", "int4", "fp8"], "int4"))
+def test_adapters_and_quantized_weights_bring_the_same_tokens(
     make_model: Callable[..., Path],
     make_driver: Callable[..., Driver],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     quantization: str | None,
 ) -> None:
-    folder = make_model("Qwen3ForCausalLM")
+    convert_fp8_as_gpus_do(monkeypatch)
+    folder = make_model("Qwen3ForCausalLM", **FEW_LAYERS)
     adapters = [write_adapter(folder, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     options: dict[str, Any] = {"adapters": adapters, "quantization": quantization}
     outputs = []
@@ -103,6 +115,73 @@ def test_adapters_and_integer_weights_bring_the_same_tokens(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_pictures_bring_the_same_tokens(
+    make_served_model: Callable[..., Path],
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where steps without one replay graphs."""
+    from pdserve_engine.runner import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
+    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [4])
+    folder = make_served_model(LLAVA)
+    prompts = {
+        "a": Prompt([5, 6, 7], Picture(1), [8], Picture(2)),
+        "b": Prompt(Picture(2), [9]),
+        "text": Prompt([5, 6, 7, 8]),
+    }
+    outputs = []
+    for driver in (Driver(folder), make_driver(folder=folder)):
+        with recorded_graphs():
+            driver.runner.capture_graphs()
+        for name, prompt in prompts.items():
+            params = PARAMS[2] if name == "b" else PARAMS[0]
+            driver.add(name, prompt.token_ids, params=params, pictures=prompt.pixels)
+        driver.run(*prompts, num_tokens=4, chunk=11)
+        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
+    assert outputs[1] == outputs[0]
+    assert outputs[0]["a"] == hf_greedy(folder, prompts["a"], 4)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize("pooling_type", ["LAST", "MEAN"])
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "LlamaForSequenceClassification"])
+def test_it_pools_what_the_plain_runner_pools(
+    make_model: Callable[..., Path],
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    pooling_type: str,
+) -> None:
+    from pdserve_engine.runner import cuda_graphs
+
+    # A start takes few sizes here.
+    monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
+    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [4])
+    folder = make_model(architecture, **FEW_LAYERS)
+    options = {"pooler_config": f'{{"pooling_type": "{pooling_type}"}}'}
+    found: list[dict[str, tuple[float, ...]]] = []
+    for driver in (Driver(folder, **options), make_driver(folder=folder, **options)):
+        with recorded_graphs():
+            driver.runner.warm_up()
+            driver.runner.capture_graphs()
+        assert driver.config.pooler is not None
+        params = PoolingParams(task=driver.config.pooler.tasks[0])
+        for length in (1, 12, 30):
+            driver.add(str(length), make_prompt(length), pooling=params)
+        outputs: dict[str, tuple[float, ...]] = {}
+        while unfinished := [name for name in driver.sequences if name not in outputs]:
+            outputs |= driver.step(dict.fromkeys(unfinished, 12)).pooler_outputs
+        found.append(outputs)
+    assert found[1].keys() == found[0].keys()
+    for name, vector in found[0].items():
+        torch.testing.assert_close(
+            torch.tensor(found[1][name]), torch.tensor(vector), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
     make_model: Callable[..., Path],
     make_driver: Callable[..., Driver],
@@ -111,7 +190,7 @@ def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
     convert_fp8_as_gpus_do(monkeypatch)
     outputs = []
     for driver in (
-        Driver(make_model("Qwen3ForCausalLM"), kv_cache_dtype="fp8"),
+        Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS), kv_cache_dtype="fp8"),
         make_driver(kv_cache_dtype="fp8"),
     ):
         assert driver.cache.tensor.dtype == torch.float8_e4m3fn
@@ -129,12 +208,36 @@ def test_deterministic_kernels_bring_the_same_tokens(
     from pdserve_kernels.triton import deterministic
 
     outputs = []
-    for driver in (Driver(make_model("Qwen3ForCausalLM")), make_driver(deterministic)):
+    for driver in (
+        Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS)),
+        make_driver(deterministic),
+    ):
         for i, params in enumerate(PARAMS[:2]):
             driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
         driver.run("0", "1", num_tokens=4, chunk=12)
         outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
         assert driver.runner.model.is_row_independent
+    assert outputs[1] == outputs[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize(
+    "architecture", sampled(["Qwen3ForCausalLM", "MistralForCausalLM"], "MistralForCausalLM")
+)
+def test_a_vendor_s_attention_brings_the_same_tokens(
+    make_model: Callable[..., Path], make_driver: Callable[..., Driver], architecture: str
+) -> None:
+    """A stand-in, which takes fp32 besides: the interpreter has no bf16."""
+    from pdserve_kernels.triton import flash_attn
+
+    folder = make_model(architecture, **FEW_LAYERS)
+    outputs = []
+    with installed(make_flash_attn((torch.float32,))):
+        for driver in (Driver(folder), make_driver(flash_attn, folder=folder)):
+            for i, params in enumerate(PARAMS):
+                driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
+            driver.run("0", "1", "2", num_tokens=6, chunk=12)
+            outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
     assert outputs[1] == outputs[0]
 
 

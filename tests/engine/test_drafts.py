@@ -1,14 +1,17 @@
 """Steps with drafts: what counts of them, and what is left of those that do not."""
 
+import random
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from pdserve_common.block_hash import extend_block_hashes
-from pdserve_common.engine_types import DraftStats, FinishReason
+from pdserve_common.engine_types import DraftStats, EngineCoreRequest, FinishReason
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.request.request import Request
-from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.core.step_plan import DECODE, StepPlan
+from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
 from support.scripted_engine import BLOCK_SIZE, ON_P, Engine, ScriptedProducer, expected
 
@@ -135,6 +138,21 @@ def test_drafts_give_way_before_anything_else_does() -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize(("num_blocks", "has_drafts"), [(4, False), (5, True)])
+def test_drafts_leave_a_block_for_each_request_and_one_more(
+    num_blocks: int, *, has_drafts: bool
+) -> None:
+    engine = make_engine(num_blocks=num_blocks)
+    engine.add("a", PROMPT, max_tokens=9)
+    engine.step()
+    step = engine.step()
+    assert step is not None
+    # It has two blocks, and needs one more for its drafts.
+    assert bool(num_drafts(step)) == has_drafts
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 9)
+
+
 def test_there_are_no_more_rows_of_logits_than_places_in_the_batch() -> None:
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64)
     for name in "abcd":
@@ -151,6 +169,25 @@ def test_a_request_at_its_prefill_worker_has_none() -> None:
     engine.add("a", PROMPT, max_tokens=9, kv_transfer_params=ON_P)
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 1)
+    assert not steps_with_drafts(engine)
+
+
+def test_a_prompt_has_none_before_all_of_it_is_computed() -> None:
+    engine = make_engine(long_prefill_token_threshold=4)
+    engine.add("a", [5] * 14, max_tokens=4)
+    engine.run()
+    computed = [step.num_scheduled_tokens["a"] for step in engine.rank.steps[:4]]
+    assert computed == [4, 4, 4, 2 + 3]
+    assert [num_drafts(step) for step in steps_with_drafts(engine)] == [{"a": 3}]
+    assert engine.tokens("a") == expected([5] * 14, 4)
+
+
+def test_a_request_with_logits_processors_has_none() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=9, logits_processors=("name",))
+    engine.add("a", PROMPT, sampling_params=params)
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 9)
     assert not steps_with_drafts(engine)
 
 
@@ -234,3 +271,82 @@ def test_a_draft_that_is_the_end_counts_as_accepted() -> None:
     (stats,) = engine.outputs["a"][-1].draft_stats
     assert len(engine.tokens("a")) == 2
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 1)
+
+
+def test_costs_are_those_of_steps_without_prompts_and_without_a_draft_model_s_part() -> None:
+    drafts, costs = make_engine().scheduler._drafts, RecordedCosts()
+    assert drafts is not None
+    drafts._costs = costs
+    a, b = make_request("a"), make_request("b")
+    output = ModelRunnerOutput(draft_token_ids={"a": (1, 2, 3), "b": (4,)}, drafting_s=0.5)
+    step = {a: ScheduledTokens(4, 4, "draft_model"), b: DECODE}
+    drafts.observe_step(step, output, 2.0)
+    assert costs.seen == [("step", 2, 5, 1.5), ("guesses", 2, 3, 0.5)]
+    drafts.observe_step(step, ModelRunnerOutput(), 2.0)
+    assert costs.seen[2:] == [("step", 2, 5, 2.0)]
+    drafts.observe_step({a: ScheduledTokens(7, 1), b: DECODE}, output, 2.0)
+    drafts.observe_step({}, output, 2.0)
+    assert len(costs.seen) == 3
+
+
+def test_lengths_are_chosen_by_all_rows_of_a_step() -> None:
+    engine = make_engine(long_prefill_token_threshold=4)
+    drafts = engine.scheduler._drafts
+    assert drafts is not None
+    asked: list[tuple[int, int, int]] = []
+
+    class Lengths(DraftLengths):
+        def choose(
+            self, drafts: Mapping[Request, Draft], num_requests: int, num_rows: int, most: int
+        ) -> dict[Request, int]:
+            asked.append((num_requests, num_rows, most))
+            return {}
+
+    drafts._lengths = Lengths(StepCosts(), random.Random(0))
+    engine.add("a", PROMPT[:3], max_tokens=9)
+    engine.step()
+    engine.add("b", [6] * 12, max_tokens=2)
+    engine.step()
+    # A decode beside four tokens of a prompt, in a step of 16.
+    max_rows = engine.scheduler.config.max_batch_size
+    assert asked == [(1, 5, min(16 - 5, max_rows - 1))]
+
+
+def test_a_draft_model_guesses_for_rows_that_no_request_needs() -> None:
+    engine = make_engine(max_num_seqs=6)
+    drafts = engine.scheduler._drafts
+    assert drafts is not None
+    asked: list[tuple[int, int]] = []
+
+    class Lengths(DraftLengths):
+        def choose_guesses(
+            self, limits: Mapping[Request, int], num_requests: int, most: int
+        ) -> dict[Request, int]:
+            asked.append((num_requests, most))
+            return {}
+
+    drafts._lengths = Lengths(StepCosts(), random.Random(0))
+    a, b, c = map(make_request, "abc")
+    plan = StepPlan(token_budget=4)
+    plan.scheduled = {a: DECODE, b: ScheduledTokens(4, 0), c: ScheduledTokens(7, 1)}
+    drafts.choose_guesses({a: 3}, plan)
+    assert asked == [(2, engine.scheduler.config.max_batch_size - 2)]
+
+
+class RecordedCosts(StepCosts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, int, float]] = []
+
+    def observe(self, num_requests: int, num_rows: int, duration_s: float) -> None:
+        self.seen.append(("step", num_requests, num_rows, duration_s))
+
+    def observe_guesses(self, num_requests: int, num_drafts: int, duration_s: float) -> None:
+        self.seen.append(("guesses", num_requests, num_drafts, duration_s))
+
+
+def make_request(name: str) -> Request:
+    core_request = EngineCoreRequest(
+        request_id=name, prompt_token_ids=tuple(PROMPT), sampling_params=SamplingParams()
+    )
+    return Request(core_request, max_model_len=64, seed=0)

@@ -52,9 +52,9 @@ MAX_MODEL_LEN = 8192
 # So many tokens take seconds.
 LONG = 8000
 MAX_NUM_SEQS = 4
-KINDS = ("inproc", pytest.param("subprocess", marks=pytest.mark.slow))
+KINDS = ("inproc", "subprocess")
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +330,20 @@ async def test_a_front_end_cannot_supersede_anothers_request(
         other.add("owned", attempt=1)
     assert await client.finish_reason("owned") == FinishReason.LENGTH
     engine.unregister_client(other.index)
+
+
+async def test_a_front_end_that_comes_back_supersedes_what_it_had(engine: WorkerEngine) -> None:
+    """Its next attempts may come before the engine has ended those that were aborted with it."""
+    before, after = Client(engine), Client(engine)
+    before.add("back", max_tokens=40)
+    engine.unregister_client(before.index)
+    with pytest.raises(InvalidRequestError, match="'back' is running already"):
+        after.add("back", attempt=0)
+    after.add("back", max_tokens=3, attempt=1)
+    end = await after.end_of("back")
+    assert (end.attempt, end.finish_reason) == (1, FinishReason.LENGTH)
+    engine.unregister_client(after.index)
+    await until_idle(engine)
 
 
 async def test_an_attempt_that_ends_late_does_not_end_the_next(

@@ -6,6 +6,7 @@ running it alone, in one step after the other, with its prompt whole.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +75,19 @@ WAYS: dict[str, dict[str, object]] = {
     },
     "blocks of 32": {"block_size": 32, "num_blocks": NUM_BLOCKS // 2},
 }
+# Each of what makes ways differ is in one of these; the others are soaked.
+BF16_WAYS = (
+    "in a batch",
+    "v0 async",
+    "chunks of 7",
+    "long prompts in pieces of 16",
+    "without prefix cache",
+    "preempted",
+    "with drafts, async, preempted",
+    "blocks of 32",
+)
+# Of rows of fp32, which have other kernels than those of bf16.
+FP32_WAYS = ("chunks of 7", "with drafts, async, preempted")
 
 
 class Runner:
@@ -191,9 +206,17 @@ def alone(start: Callable[..., Runner]) -> Callable[[int], dict[str, list[int]]]
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        pytest.param(dtype, way, marks=() if way in ways else pytest.mark.soak)
+        for dtype, ways in (("bfloat16", BF16_WAYS), ("float32", FP32_WAYS))
+        for way in WAYS
+    ],
+    scope="module",
+)
 def test_tokens_are_bit_identical(
-    way: str, start: Callable[..., Runner], alone: Callable[[int], dict[str, list[int]]]
+    dtype: str, way: str, start: Callable[..., Runner], alone: Callable[[int], dict[str, list[int]]]
 ) -> None:
     is_tight = "preempted" in way
     expected = alone(SMALL_BLOCK_SIZE if is_tight else BLOCK_SIZE)
@@ -231,8 +254,10 @@ def test_tokens_of_bf16_do_not_depend_on_the_number_of_threads(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "enable_prefix_caching"),
+    sampled(itertools.product(PARAMS, (True, False)), ("sampled", True), ("penalized", False)),
+)
 def test_branches_are_requests_with_the_derived_seeds(
     kind: str, enable_prefix_caching: bool, start: Callable[..., Runner]
 ) -> None:

@@ -22,7 +22,8 @@ FREEING = {"Places.preempt", "Places.finish", "InFlight.free", "InFlight.free_de
 FREE = (".kv.free", "_kv.free", "_in_flight.free", ".free_block_ids", ".remove_skipped_blocks")
 HARMLESS = {
     # Of sliding windows, what the token after the prompt does not see: P announces none of it.
-    "Results.apply_step",
+    "Results._settle_blocks",
+    "Results.apply_token",
     # The session is over already, or D has taken its own blocks back: nothing was announced.
     "Planner._admit",
     # What the connector has kept, of sessions that it has ended.
@@ -34,6 +35,8 @@ HARMLESS = {
     "PrefixPulls._stop_waiting",
     # Holds on cached blocks whose sessions are over, or never began.
     "PrefixLoans._give_back",
+    # Holds on blocks that were to be copied.
+    "Scheduler.cancel_stores",
 }
 
 

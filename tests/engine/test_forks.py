@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason, MultiModalFeatureSpec
+from pdserve_common.engine_types import FinishReason
 from pdserve_common.lora_types import LoRARequest
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
@@ -131,7 +131,6 @@ def test_a_branch_that_comes_late_shares_at_once_and_one_without_source_is_compu
     engine.assert_idle()
 
 
-PICTURE = MultiModalFeatureSpec(modality="image", identifier="a", position=1, length=3)
 ADAPTER = LoRARequest(lora_name="a", digest="a")
 
 
@@ -142,7 +141,6 @@ ADAPTER = LoRARequest(lora_name="a", digest="a")
         {"client_index": 7},
         {"prompt": [9] * 10},
         {"lora_request": ADAPTER},
-        {"mm_features": (PICTURE,)},
     ],
 )
 def test_nothing_is_shared_with_a_request_that_only_names_a_source(

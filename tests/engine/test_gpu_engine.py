@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import Sleep, WakeUp
@@ -26,6 +27,7 @@ from pdserve_engine.kv.memory import release_unused, used_bytes
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_kernels import select
 from support.adapters import merged_greedy, write_adapter
+from support.drafts import compute_all_drafts
 from support.engines import Client, linked
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
@@ -98,8 +100,8 @@ def test_bfloat16_logits_are_close_to_transformers(
     assert error(torch.cat(seen)) < max(0.1, 2 * error(rounded))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_greedy_text_of_integer_weights_is_that_of_the_cpu(
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_greedy_text_of_quantized_weights_is_that_of_the_cpu(
     make_model: Callable[..., Path], quantization: str
 ) -> None:
     """There the weights are made dense and multiplied in fp32."""
@@ -114,8 +116,13 @@ def test_greedy_text_of_integer_weights_is_that_of_the_cpu(
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
 def test_greedy_text_with_adapters_is_that_of_merged_weights(
-    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], tmp_path: Path
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    tmp_path: Path,
+    *,
+    is_captured: bool,
 ) -> None:
     folder = make_model("Qwen3ForCausalLM")
     adapters = [
@@ -123,6 +130,8 @@ def test_greedy_text_with_adapters_is_that_of_merged_weights(
         write_adapter(folder, tmp_path / "few", seed=2, target_modules=["v_proj", "up_proj"]),
     ]
     driver = Driver(folder, device=DEVICE, adapters=adapters)
+    if is_captured:
+        driver.runner.capture_graphs()
     adapter_of = dict(zip(map(str, LENGTHS), itertools.cycle([*adapters, None]), strict=False))
     for name, adapter in adapter_of.items():
         driver.add(name, make_prompt(int(name)), adapter=adapter)
@@ -134,6 +143,36 @@ def test_greedy_text_with_adapters_is_that_of_merged_weights(
         else:
             expected = merged_greedy(folder, adapter, prompt, NUM_TOKENS)
         assert driver.sequences[name].output == expected, name
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="steps on the CPU are over when they return")
+def test_an_adapter_may_go_while_a_step_with_it_runs(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = make_model("Qwen3ForCausalLM"), make_prompt(20)
+    first, second = (write_adapter(folder, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    driver = Driver(folder, device=DEVICE, adapters=[first])
+    runner = driver.runner
+    runner.capture_graphs()
+    driver.add("a", prompt, adapter=first)
+    driver.run("a", num_tokens=NUM_TOKENS - 1)
+    execute = runner.execute_model
+
+    def replace_adapter(step: SchedulerOutput) -> Any:
+        torch.cuda._sleep(1 << 30)  # the step is behind half a second of nothing
+        output = execute(step)
+        driver.unload_adapter(first)
+        driver.load_adapter(second)
+        return output
+
+    monkeypatch.setattr(runner, "execute_model", replace_adapter)
+    driver.step({"a": 1})
+    monkeypatch.undo()
+    assert driver.sequences["a"].output == merged_greedy(folder, first, prompt, NUM_TOKENS)
+    driver.finish("a")
+    driver.add("b", prompt, adapter=second)
+    driver.run("b", num_tokens=NUM_TOKENS)
+    assert driver.sequences["b"].output == merged_greedy(folder, second, prompt, NUM_TOKENS)
 
 
 # ---- sampling
@@ -225,12 +264,17 @@ def greedy_request(request_id: str, prompt: list[int], **fields: Any) -> EngineC
 
 
 def generate(
-    engine: LoadedEngine, prompts: list[list[int]], params: SamplingParams | None = None
+    engine: LoadedEngine,
+    prompts: list[list[int]],
+    params: SamplingParams | None = None,
+    loras: Sequence[LoRARequest | None] = (None,),
 ) -> list[list[int]]:
-    """Return what it says to each prompt; without parameters greedily."""
+    """Return what it says to each prompt, with these adapters in turn; without parameters
+    greedily.
+    """
     tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for name, prompt in zip(tokens, prompts, strict=True):
-        request = greedy_request(name, prompt)
+    for name, prompt, lora in zip(tokens, prompts, itertools.cycle(loras), strict=False):
+        request = greedy_request(name, prompt, lora_request=lora)
         if params is not None:
             request = dataclasses.replace(request, sampling_params=params)
         engine.core.add_request(request)
@@ -255,6 +299,26 @@ def test_an_engine_says_what_transformers_says_with_prefix_hits_and_preemptions(
         assert engine.core.scheduler.kv.block_pool.num_free_blocks == 34
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_change_no_token(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], *, async_scheduling: bool
+) -> None:
+    folder = make_model("Qwen3ForCausalLM")
+    prompts = [make_prompt(length) * 3 for length in (5, 12, 30)]
+    expected = [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    num_drafts = 0
+
+    def count(step: SchedulerOutput) -> None:
+        nonlocal num_drafts
+        num_drafts += sum(map(len, step.scheduled_spec_decode_tokens.values()))
+
+    with loaded(folder, speculation="suffix", async_scheduling=async_scheduling) as engine:
+        compute_all_drafts(engine.core.scheduler)
+        with before_steps(count):
+            assert generate(engine, prompts) == expected
+    assert num_drafts
+
+
 @needs_two_gpus
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied-sharded", "qwen3"])
 def test_two_ranks_say_what_transformers_says(
@@ -267,6 +331,24 @@ def test_two_ranks_say_what_transformers_says(
     with loaded(folder, num_blocks=64, tensor_parallel_size=2) as engine:
         for _ in range(2):
             assert generate(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=needs_two_gpus)])
+def test_an_engine_with_adapters_says_what_merged_weights_say(
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    tmp_path: Path,
+    size: int,
+) -> None:
+    folder, adapter = make_model("Qwen3ForCausalLM"), tmp_path / "a"
+    write_adapter(folder, adapter, seed=1)
+    prompts = [make_prompt(length) for length in (20, 90, 300, 5)]
+    with loaded(folder, tensor_parallel_size=size, lora=(f"a={adapter}",)) as engine:
+        (served,) = engine.control.adapters.adapters
+        lora = LoRARequest(lora_name="a", digest=served.digest)
+        found = generate(engine, prompts, loras=[lora, None])
+    assert found[::2] == [merged_greedy(folder, adapter, each, NUM_TOKENS) for each in prompts[::2]]
+    assert found[1::2] == [hf_greedy(folder, each, NUM_TOKENS) for each in prompts[1::2]]
 
 
 @needs_two_gpus

@@ -246,6 +246,23 @@ def test_a_fork_shares_full_blocks_and_outlives_its_source() -> None:
     assert manager.block_pool.num_free_blocks == 64
 
 
+@given(st.lists(st.integers(0, 6 * BLOCK_SIZE), max_size=4), st.integers(1, 7 * BLOCK_SIZE))
+def test_the_common_prefix_is_what_all_tables_begin_with(lengths: list[int], length: int) -> None:
+    """Forks share blocks of their source; none is counted of one request alone."""
+    manager = make_manager(FULL)
+    requests = [make_request("0", list(range(length)))]
+    manager.allocate_slots(requests[0], length)
+    for index, num_shared in enumerate(lengths, 1):
+        requests.append(make_request(str(index), []))
+        if not manager.fork(requests[0], requests[-1], num_shared) or index % 2:
+            manager.allocate_slots(requests[-1], num_shared + BLOCK_SIZE)
+    tables = [manager.get_block_ids(request.request_id)[0] for request in requests]
+    columns = list(zip(*tables, strict=False))
+    num_common = next((i for i, ids in enumerate(columns) if len(set(ids)) > 1), len(columns))
+    for order in (requests, requests[::-1]):
+        assert manager.num_common_prefix_blocks(order) == (num_common if lengths else 0,)
+
+
 def test_a_fork_caches_what_its_source_has_not() -> None:
     manager = make_manager(HYBRID)
     source, fork = (make_request(name, list(range(30))) for name in "ab")

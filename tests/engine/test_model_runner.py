@@ -50,7 +50,7 @@ def test_a_long_prompt_in_any_chunks_is_that_of_transformers(
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.5)])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen3-moe"])
 def test_logits_are_close_to_transformers(
     make_model: Callable[..., Path],
     hf_model: Callable[..., Any],

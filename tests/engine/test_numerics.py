@@ -26,8 +26,16 @@ class Native:
     def __init__(self, dtype: torch.dtype = torch.float32, head_dim: int = 64) -> None:
         name = str(dtype).removeprefix("torch.")
         self.config = self.config_class(
-            dtype=dtype, kv_dtype=dtype, dtype_name=name, head_dim=head_dim
+            dtype=dtype, kv_dtype=dtype, dtype_name=name, head_dim=head_dim, vision=None
         )
+
+
+class Seeing(Native):
+    """With a vision tower, which is transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.config.vision = "tower"
 
 
 class Transformers(Native):
@@ -57,7 +65,8 @@ def test_it_is_the_same_for_workers_that_differ_in_what_no_bit_depends_on() -> N
 
 
 def test_kernels_dtype_and_code_change_it() -> None:
-    assert len({id_of(), id_of(block_size=32), id_of(Transformers), id_of(in_bfloat16)}) == 4
+    models = (Native, Transformers, in_bfloat16, Seeing)
+    assert len({id_of(block_size=32), *map(id_of, models)}) == 5
 
 
 def ids_by_threads(model: Callable[[], Native], **fields: object) -> set[str]:
@@ -71,6 +80,7 @@ def ids_by_threads(model: Callable[[], Native], **fields: object) -> set[str]:
 def test_the_number_of_threads_changes_it_where_bits_depend_on_it() -> None:
     assert len(ids_by_threads(Native)) == 2
     assert len(ids_by_threads(lambda: Transformers(torch.bfloat16))) == 2
+    assert len(ids_by_threads(Seeing)) == 2
     # Without packed tiles attention is the reference's.
     assert len(ids_by_threads(in_bfloat16, block_size=8)) == 2
 
@@ -123,3 +133,16 @@ def test_the_processor_changes_it(tmp_path: Path, text: str, other: str, is_same
         file.write_text(content)
         ids.append(numerics_id(EngineConfig(), Native(), CPU, cpuinfo=file))  # type: ignore[arg-type]
     assert (ids[0] == ids[1]) is is_same
+
+
+def test_a_vendor_s_attention_changes_it_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from pdserve_kernels import triton
+    from pdserve_kernels.triton import flash_attn
+
+    ids = set()
+    for kernels, version in ((triton, ""), (flash_attn, "3.0.0"), (flash_attn, "3.0.1")):
+        monkeypatch.setattr(numerics, "select", lambda device, kernels=kernels: kernels)
+        monkeypatch.setattr(flash_attn, "vendor_version", lambda version=version: version)
+        ids.add(id_of())
+    assert len(ids) == 3

@@ -19,7 +19,7 @@ from pdserve_engine.frames import Answer, FrameCodec
 from support.clock import Clock
 from support.waiting import wait_until
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 NO_GRAMMAR: Any = None
 
 # What a rank answers to a message; None: nothing.

@@ -42,6 +42,7 @@ from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.messages import (
     CODEC,
     MESSAGES,
+    AddRequest,
     Drain,
     GetMetrics,
     LoadEngine,
@@ -62,19 +63,22 @@ ERROR = EngineError(code=ErrorCode.OVERLOADED, message="full", is_retryable=True
 SESSION = KVSessionId(p_epoch="p", d_epoch="d", link=1, seq=2**40)
 SAMPLES: list[Message] = [
     LoadEngine(config=EngineConfig(num_blocks=9), role="decode", engine_id="d", log_level="info"),
-    EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=(1, 2),
-        sampling_params=SamplingParams(
-            seed=2**64 - 1,
-            temperature=0.5,
-            stop=("a",),
-            logit_bias={3: -1.5},
-            structured_outputs=StructuredOutputsParams(choice=("x", "y")),
+    AddRequest(
+        EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=(1, 2),
+            sampling_params=SamplingParams(
+                seed=2**64 - 1,
+                temperature=0.5,
+                stop=("a",),
+                logit_bias={3: -1.5},
+                structured_outputs=StructuredOutputsParams(choice=("x", "y")),
+            ),
+            trace_headers={"traceparent": "00"},
+            deadline=1e9,
+            kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="p"),
         ),
-        trace_headers={"traceparent": "00"},
-        deadline=1e9,
-        kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="p"),
+        {b"\0hash\xff": bytes(range(256))},
     ),
     EngineCoreOutputs(
         outputs=(

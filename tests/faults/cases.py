@@ -13,7 +13,7 @@ from pdserve_common.sampling_params import SamplingParams
 from support.cluster import CLIENT, Cluster, ClusterError
 from support.controls import ControlError
 
-STAGE_TIMEOUT_S = 30.0
+STAGE_TIMEOUT_S = 120.0
 # Longer than any peer waits for a word of another (5 s).
 LONG_S = 6.5
 # Short enough that nobody is given up for it.

@@ -18,11 +18,12 @@ from pdserve_client.client import Client
 from pdserve_common.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.controls import ControlError
+from support.waiting import busyness
 
-SETTLE_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 120.0
 # A router is back within some seconds; until then the client tries again.
 MAX_RESUMES = 12
-HANDOFF_TIMEOUT_S = 60.0
+HANDOFF_TIMEOUT_S = 120.0
 TWO_TOKENS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 # So much more than before is no leak: pools of threads come and go, after a fault a worker may have
 # a link to one more peer, which takes a few descriptors, and the C library keeps memory it has had
@@ -200,9 +201,9 @@ def check_answer(
 ) -> None:
     """Assert that a request under a fault had what the run without it had or, if it may fail, that
     it got exactly one typed error in time, and no token that is not of that run. `within_s` is of
-    an idle machine.
+    an idle machine; twice of it shows that nobody waited for a deadline, and is not for chance.
     """
-    allowed_s = within_s * busyness()
+    allowed_s = 2 * within_s * busyness()
     assert answer.seconds <= allowed_s, (
         f"took {answer.seconds:.1f} s, allowed are {allowed_s:.1f} s"
     )
@@ -217,11 +218,6 @@ def check_answer(
     for index, completion in answer.completions.items():
         whole = expected.completions[index].token_ids
         assert completion.token_ids == whole[: len(completion.token_ids)]
-
-
-def busyness() -> float:
-    """Return how many times as long work takes here now as on an idle machine, at least 1."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def _check_completions(answer: Answer, expected: Answer) -> None:

@@ -47,6 +47,8 @@ PARAMS = {
 PROMPT = random.Random(0).choices(range(3, 290), k=200)
 # A peer that says nothing is given up after 5 s.
 SILENCE_S = 10.0
+# Of a loop, while a process is asked something.
+FROZEN_S = 8.0
 TRANSFER_TIMEOUT_S = 0.5
 
 needs_partitions = pytest.mark.skipif(
@@ -135,7 +137,7 @@ def test_a_barrier_holds_a_request_until_it_may_go_on(
     num_tokens = len(asking.token_ids)
     assert 5 <= num_tokens <= 7
     controls.go("mid_stream")
-    check_answer(asking.answer.result(10), expected[kind], within_s=10.0)
+    check_answer(asking.answer.result(60), expected[kind], within_s=10.0)
 
 
 def test_a_stage_that_nobody_reaches_says_so(cluster: Cluster) -> None:
@@ -159,7 +161,7 @@ def test_a_step_hangs_while_the_rest_of_the_process_answers(
     assert len(asking.token_ids) == 1, "P's"
     assert cluster.is_serving("decode-0")
     cluster.controls("decode-0").reset()
-    check_answer(asking.answer.result(10), expected["greedy"], within_s=10.0)
+    check_answer(asking.answer.result(60), expected["greedy"], within_s=10.0)
 
 
 def test_a_killed_worker_ends_its_streams_and_comes_back(
@@ -193,20 +195,19 @@ def test_a_stopped_process_answers_nothing_until_it_may_go_on(cluster: Cluster, 
         cluster.metrics(name)
     cluster.cont(name)
     # A router's workers may have taken it for gone: it is ready again once it has attached.
-    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "stopped", timeout_s=5.0)
+    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "stopped", timeout_s=30.0)
 
 
 @pytest.mark.parametrize("name", ["decode-0", "router-0"])
 def test_a_frozen_loop_serves_nothing_while_other_threads_go_on(
     cluster: Cluster, name: str
 ) -> None:
-    cluster.freeze_loop(name, 2.0)
+    cluster.freeze_loop(name, FROZEN_S)
     frozen_at = time.monotonic()
-    time.sleep(0.1)  # for the signal
-    assert not cluster.is_serving(name)
+    cluster.wait_for(lambda: "serving" if cluster.is_serving(name) else "", timeout_s=FROZEN_S)
     assert cluster.metrics(name)
-    assert time.monotonic() - frozen_at < 2.0, "too slow to say anything"
-    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "frozen", timeout_s=5.0)
+    assert time.monotonic() - frozen_at < FROZEN_S, "too slow to say anything"
+    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "frozen", timeout_s=4 * FROZEN_S)
 
 
 def test_a_process_ends_with_the_test() -> None:
@@ -257,7 +258,7 @@ def test_the_client_can_be_cut_off(cluster: Cluster) -> None:
     assert not cluster.is_serving("decode-0")
     assert cluster.is_serving("prefill-0")
     cluster.heal(CLIENT, "decode-0")
-    cluster.wait_for(lambda: "" if cluster.is_serving("decode-0") else "cut", timeout_s=5.0)
+    cluster.wait_for(lambda: "" if cluster.is_serving("decode-0") else "cut", timeout_s=30.0)
 
 
 @needs_loss

@@ -4,8 +4,8 @@
     PDSERVE_FAULTS=3 .venv/bin/python -m pytest tests/faults/test_matrix.py -k 'not random'
     make soak SOAK_SEED=7 SOAK_SCHEDULES=200
 
-The last one runs the first one, too. Of the cases of faults at stages one share is run, over each
-transport another: the first, or the one that PDSERVE_FAULTS names.
+The last one runs the first one, too. Of the cases of faults at stages one share is run, each fault
+once: the first of 16, or the one that PDSERVE_FAULTS names.
 
 Two cases run at the same time, one over each transport, as most of it is waiting. A schedule of
 random faults that fails prints how to run it alone.
@@ -15,7 +15,7 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,9 +41,6 @@ pytestmark = pytest.mark.slow
 
 IS_WHOLE = os.environ.get("PDSERVE_FAULTS") == "all"
 SHARE = 0 if IS_WHOLE else int(os.environ.get("PDSERVE_FAULTS", "0"))
-# Has no divisor in common with the number of faults: each is tried at some stage.
-NUM_SHARES = 9
-NUM_READ_SHARES = 3
 # Of the requests of one case, two and two.
 NUM_REQUESTS = 4
 FAULTS = (
@@ -58,35 +55,44 @@ FAULTS = (
     ("part_from_client", "router"),
     ("lossy", "decode"),
 )
+# How often the stage is passed before it counts.
 SKIP = {"mid_stream": 8}
-CASES = [Case(stage, *fault, SKIP.get(stage, 0)) for stage in STAGES for fault in FAULTS]
-# Of a request's first READ, or of its last but one. What is corrupt shows as wrong tokens.
-READ_CASES = [
-    Case("chunk", fault, "decode", skip)
-    for fault, skip in itertools.product(READ_FAULTS, (0, 2))
-    if fault != "corrupt"
-]
+STAGES_AND_SKIPS = [(stage, SKIP.get(stage, 0)) for stage in STAGES]
+# What is corrupt shows as wrong tokens.
+READ_VICTIMS = [(fault, "decode") for fault in READ_FAULTS if fault != "corrupt"]
+# Of a request's first READ, or of its last but one.
+READ_STAGES = [("chunk", 0), ("chunk", 2)]
 KINDS = tuple(PARAMS)
+# Cases that run together, one over each transport.
+Runs = list[tuple[Case, ...]]
 
 
-def _share(cases: list[Case], every: int) -> Iterator[tuple[Case, ...]]:
-    """Each so many-th case, over each transport another: (over shm, over tcp). Those of one fault
-    take about as long, and run together.
+def _shared(faults: Sequence[Sequence[str]], stages: Sequence[tuple[str, int]]) -> Runs:
+    """Each fault at one stage over one transport; with each share at the next, until the stages
+    are through, and then over the next transport. Those of one fault take about as long, and run
+    together.
     """
-    over_shm, over_tcp = (
-        sorted(cases[(SHARE + offset) % every :: every], key=operator.attrgetter("fault"))
-        for offset in (0, every // 2)
-    )
-    return itertools.zip_longest(over_shm, over_tcp, fillvalue=cases[0])
+    cases: list[list[Case]] = [[] for _ in TRANSPORTS]
+    for row, (fault, victim) in enumerate(faults):
+        stage, skip = stages[(row + SHARE) % len(stages)]
+        cases[(row + SHARE // len(stages)) % len(TRANSPORTS)].append(
+            Case(stage, fault, victim, skip)
+        )
+    by_fault = [sorted(each, key=operator.attrgetter("fault")) for each in cases]
+    return list(itertools.zip_longest(*by_fault, fillvalue=cases[0][0]))
 
 
-RUNS = [
-    *_share(CASES, 1 if IS_WHOLE else NUM_SHARES),
-    *_share(READ_CASES, 1 if IS_WHOLE else NUM_READ_SHARES),
-]
+def _whole(faults: Sequence[Sequence[str]], stages: Sequence[tuple[str, int]]) -> Runs:
+    """Each fault at each stage over each transport."""
+    cases = (Case(stage, *fault, skip) for fault in faults for stage, skip in stages)
+    return [(case,) * len(TRANSPORTS) for case in cases]
+
+
+_runs = _whole if IS_WHOLE else _shared
+RUNS = [*_runs(FAULTS, STAGES_AND_SKIPS), *_runs(READ_VICTIMS, READ_STAGES)]
 
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "1"))
-NUM_SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "6"))
+NUM_SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "4"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES // len(TRANSPORTS))
 
 

@@ -14,6 +14,7 @@ from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, res
 from pdserve_common.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.network import missing_for_partitions
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grou
 # ---- what a request may ask for
 
 
-@pytest.mark.parametrize("kind", RICH_PARAMS)
+@pytest.mark.parametrize("kind", sampled(RICH_PARAMS, "several completions", "penalties"))
 def test_an_answer_goes_on_as_it_was_when_its_decode_worker_dies(pools: Ground, kind: str) -> None:
     expected = pools.expected[kind][0]
     has_prompt_logprobs = RICH_PARAMS[kind].prompt_logprobs is not None
@@ -112,7 +113,7 @@ def run_killed(cluster: Cluster, params: SamplingParams) -> Answer:
 # ---- blocks that come wrong
 
 
-@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("skip", sampled([0, 2], 2))
 def test_a_corrupt_block_is_noticed_and_read_anew(pools: Ground, skip: int) -> None:
     case = Case("chunk", "corrupt", "decode", skip)
     with restored(pools.cluster), Asker(pools.cluster.addresses) as asker:
@@ -129,7 +130,9 @@ def test_a_corrupt_block_is_noticed_and_read_anew(pools: Ground, skip: int) -> N
 # ---- where there is nobody else
 
 
-@pytest.mark.parametrize(("stage", "skip"), [("queued", 0), ("chunk", 1), ("last_chunk", 0)])
+@pytest.mark.parametrize(
+    ("stage", "skip"), sampled([("queued", 0), ("chunk", 1), ("last_chunk", 0)], ("chunk", 1))
+)
 def test_a_decode_worker_goes_on_alone_when_the_only_prefill_worker_dies(
     pair: Ground, stage: str, skip: int
 ) -> None:
@@ -138,7 +141,10 @@ def test_a_decode_worker_goes_on_alone_when_the_only_prefill_worker_dies(
     assert answer.path == "local"
 
 
-@pytest.mark.parametrize(("stage", "skip"), [("granted", 0), ("mid_stream", MID_STREAM)])
+@pytest.mark.parametrize(
+    ("stage", "skip"),
+    sampled([("granted", 0), ("mid_stream", MID_STREAM)], ("mid_stream", MID_STREAM)),
+)
 def test_a_stream_goes_on_when_the_only_decode_worker_is_back(
     pair: Ground, stage: str, skip: int
 ) -> None:
@@ -245,7 +251,7 @@ def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> 
 
 
 @pytest.mark.skipif(bool(missing_for_partitions()), reason=missing_for_partitions())
-@pytest.mark.parametrize("seconds", [0.7, 2.5])
+@pytest.mark.parametrize("seconds", sampled([0.7, 2.5], 2.5))
 def test_a_link_to_the_router_that_is_soon_back_costs_no_redrive(
     pools: Ground, seconds: float
 ) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -152,12 +152,23 @@ class System:
     # ---- the honest client
 
     def _ask_honestly(self) -> object:
+        status, answer = self._post("/v1/completions", HONEST_BODY)
+        return (status, answer.get("choices") or answer)
+
+    def _post(self, path: str, body: object) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.stack.http_port, timeout=ANSWER_S)
         with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", json.dumps(HONEST_BODY))
+            connection.request("POST", path, json.dumps(body))
             response = connection.getresponse()
-            answer = json.loads(response.read())
-        return (response.status, answer.get("choices") or answer)
+            return response.status, json.loads(response.read())
+
+
+class PoolingSystem(System):
+    """One router and one P with a model that pools."""
+
+    def _ask_honestly(self) -> object:
+        status, answer = self._post("/v1/embeddings", {"input": HONEST_BODY["prompt"]})
+        return (status, answer.get("data") or answer)
 
 
 def _is_error(line: str) -> bool:

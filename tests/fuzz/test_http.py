@@ -11,26 +11,53 @@ from hypothesis import strategies as st
 from json_bodies import bodies, of_schema, read_strictly, texts
 from raw_http import Response, exchange, parse, parse_one
 from settings_of_fuzz import examples
-from system import System
+from system import PoolingSystem, System
 
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.pooling_types import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from pdserve_router.api.responses_types import ResponsesBody
 
 pytestmark = pytest.mark.slow
 
 MODEL = "pdserve-tiny"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+# A conversation with an answer.
+ANSWERED = [
+    {"role": "user", "content": "a fox"},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a dog"}]},
+    {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "late"},
+]
 # What is served, below what is drawn.
 SERVED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": "a fox", "max_tokens": 3},
     CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "a fox"}], "max_tokens": 3},
+    RESPONSES: {"model": MODEL, "input": ANSWERED, "max_output_tokens": 3},
 }
 SCHEMAS = {
     COMPLETIONS: CompletionBody.model_json_schema(),
     CHAT: ChatCompletionBody.model_json_schema(),
+    RESPONSES: ResponsesBody.model_json_schema(),
+}
+# Of models that pool, beside others.
+VECTORS: dict[str, tuple[type[PoolingBody], dict[str, Any]]] = {
+    "/v1/embeddings": (EmbeddingBody, {"input": ["a fox", [5, 6, 7]]}),
+    "/pooling": (PoolBody, {"input": "a fox"}),
+    "/classify": (ClassifyBody, {"input": "a fox"}),
+    "/score": (ScoreBody, {"text_1": "a fox", "text_2": ["a dog", "a cat"]}),
+    "/rerank": (RerankBody, {"query": "a fox", "documents": ["a dog", {"text": "a cat"}]}),
 }
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "get", "PROPFIND")
 PATHS = (
-    *(COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/"),
+    *VECTORS,
+    *(*SERVED, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/"),
     *("/health", "/", "/metrics", "//v1/models"),
 )
 # Nothing comes any more: our side of the connection is closed, and the server has to end it.
@@ -41,10 +68,22 @@ MODELS_REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
 
 def served_bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """A body that is served, and fields of its schema."""
-    drawn = of_schema(SCHEMAS[path], SCHEMAS[path])
-    names = st.sets(st.sampled_from(sorted(SERVED[path])))
+    return bodies_around(SERVED[path], SCHEMAS[path])
+
+
+def vector_bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    """The same of a request for vectors."""
+    body, served = VECTORS[path]
+    return bodies_around({"model": MODEL, **served}, body.model_json_schema())
+
+
+def bodies_around(
+    served: dict[str, Any], schema: dict[str, Any]
+) -> st.SearchStrategy[dict[str, Any]]:
+    drawn = of_schema(schema, schema)
+    names = st.sets(st.sampled_from(sorted(served)))
     return st.tuples(drawn, names).map(
-        lambda pair: {**pair[0], **{k: v for k, v in SERVED[path].items() if k not in pair[1]}}
+        lambda pair: {**pair[0], **{k: v for k, v in served.items() if k not in pair[1]}}
     )
 
 
@@ -67,6 +106,7 @@ def _check_events(response: Response) -> None:
     *events, rest = response.body.split(b"\n\n")
     assert not rest or not response.is_whole
     for event in events:
+        event = event.partition(b"\n")[2] if event.startswith(b"event: ") else event
         assert event.startswith(b"data: "), event
         if event != b"data: [DONE]":
             error = read_strictly(event.removeprefix(b"data: ")).get("error", {})
@@ -85,13 +125,26 @@ def send(system: System, method: str, target: bytes, body: bytes) -> Response:
     return response
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", SERVED)
 def test_any_body_is_answered_or_refused(system: System, path: str) -> None:
     @examples(40)
     @given(bodies(served_bodies(path)))
     def target(body: bytes) -> None:
         with system.example():
             check(send(system, "POST", path.encode(), body))
+
+    target()
+
+
+@pytest.mark.parametrize("path", VECTORS)
+def test_any_body_for_vectors_is_answered_or_refused(
+    pooling_system: PoolingSystem, path: str
+) -> None:
+    @examples(20)
+    @given(bodies(vector_bodies(path)))
+    def target(body: bytes) -> None:
+        with pooling_system.example():
+            check(send(pooling_system, "POST", path.encode(), body))
 
     target()
 

@@ -1,29 +1,41 @@
 """What reads clients' input, by itself: many inputs in a second. They are refused, or read."""
 
+import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from byte_mutations import mutated
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from json_bodies import bodies
 from messages import merged, messages
+from prometheus_client import CollectorRegistry
 from settings_of_fuzz import examples
-from test_http import CHAT, COMPLETIONS, served_bodies
+from test_http import CHAT, COMPLETIONS, VECTORS, served_bodies, vector_bodies
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, WorkerRole
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
-from pdserve_common.validation import validate_engine_core_request
+from pdserve_common.request_validation import validate_engine_core_request
+from pdserve_common.tensor_metrics import TensorMetrics
+from pdserve_common.tensors import tensor_ref
 from pdserve_common.wire import (
     from_proto,
     kv_link_request_from_proto,
     kv_link_response_from_proto,
+    to_proto,
 )
-from pdserve_router.api.openai_parse import parse_body
+from pdserve_router.api.openai_parse import check_names, json_object, parse_body, validate
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.text.picture_files import Resizing, rgb_pixels
+from pdserve_worker.tensor_service import receive_tensor
+from pdserve_worker.tensor_store import TensorStore
+from support.picture_files import encoded, make_picture
 
 SERVED = core_pb2.EngineCoreRequest(
     request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=core_pb2.SamplingParams()
@@ -46,7 +58,17 @@ INFO = EngineInfo(
     determinism="exact",
     numerics_id="",
     version="",
+    modalities=("image",),
 )
+PIXELS = bytes(range(12))
+PUT = service_pb2.PutTensorRequest(ref=to_proto(tensor_ref("uint8", (2, 2, 3), PIXELS)))
+RESIZING = Resizing(shortest_edge=8, resample=3, crop_width=8, crop_height=8)
+PICTURES = [
+    encoded(make_picture(20, 30, mode=mode), kind)
+    for mode, kind in (("P", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG"), ("RGBA", "WEBP"))
+]
+# What files of pictures are made of.
+CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"acTL", b"tRNS", b"eXIf", b"VP8X", b"ANIM", b"\xff\xd9")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +82,51 @@ def test_a_body_is_read_or_refused(path: str, cls: Any) -> None:
             body, _ = parse_body(cls, raw)
             body.prompt_inputs()
             body.sampling_params()
+
+    target()
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, (body, _) in VECTORS.items()])
+def test_a_body_for_vectors_is_read_or_refused(path: str, body: Any) -> None:
+    @examples(100)
+    @given(bodies(vector_bodies(path)))
+    def target(raw: bytes) -> None:
+        with contextlib.suppress(InvalidRequestError):
+            values = json_object(raw)
+            check_names(body, values)
+            validate(body, values)
+
+    target()
+
+
+def test_a_picture_is_read_or_refused() -> None:
+    @examples(100)
+    @given(mutated(st.sampled_from(PICTURES), CHUNKS))
+    def target(data: bytes) -> None:
+        with contextlib.suppress(InvalidRequestError):
+            assert len(rgb_pixels(data, RESIZING, "field")) == 8 * 8 * 3
+
+    target()
+
+
+def test_a_tensor_is_taken_or_refused() -> None:
+    drawn = messages(service_pb2.PutTensorRequest.DESCRIPTOR)
+    near = st.one_of(merged(st.just(PUT), drawn), drawn, st.just(PUT))
+    rest = st.lists(
+        st.one_of(st.just(service_pb2.PutTensorRequest(chunk=PIXELS[:6])), drawn), max_size=3
+    )
+
+    @examples(100)
+    @given(near, rest)
+    def target(first: Any, others: list[Any]) -> None:
+        async def arriving() -> AsyncIterator[Any]:
+            for message in (first, *others):
+                yield message
+
+        store = TensorStore(1 << 26, TensorMetrics(CollectorRegistry()))
+        with contextlib.suppress(InvalidRequestError):
+            asyncio.run(receive_tensor(arriving(), store, client="a"))
+            assert store.num_bytes
 
     target()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from messages import Known, merged, messages, payloads
 from rpc import GIVEN_UP, call, check, plans
 from settings_of_fuzz import examples
-from system import System
+from system import PoolingSystem, System
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
@@ -29,6 +29,7 @@ METHODS = [*INFERENCE.methods, *HEALTH.methods, *REFLECTION.methods]
 # They go on until their caller has had enough.
 ENDLESS = ("Watch",)
 # What is served, below what is drawn.
+POOLING = core_pb2.PoolingParams(task="embed")
 SAMPLING = core_pb2.SamplingParams(max_tokens=3)
 SERVED: dict[str, tuple[Message, ...]] = {
     "Generate": (
@@ -40,6 +41,17 @@ SERVED: dict[str, tuple[Message, ...]] = {
             model=MODEL,
             chat=pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="a fox")]),
             sampling_params=SAMPLING,
+        ),
+    ),
+    "Pool": (
+        pb2.PoolRequest(model=MODEL, text="a fox", pooling_params=POOLING),
+        pb2.PoolRequest(
+            model=MODEL,
+            pair=pb2.TextPair(text="a fox", text_pair="a dog"),
+            pooling_params=POOLING,
+        ),
+        pb2.PoolRequest(
+            model=MODEL, tokens=pb2.TokenPrompt(token_ids=[5, 6, 7]), pooling_params=POOLING
         ),
     ),
     "Tokenize": (pb2.TokenizeRequest(model=MODEL, text="a fox"),),
@@ -62,6 +74,21 @@ def requests(method: MethodDescriptor) -> st.SearchStrategy[Message]:
     drawn = messages(method.input_type, KNOWN)
     served = SERVED.get(method.name)
     return drawn if served is None else st.one_of(drawn, merged(st.sampled_from(served), drawn))
+
+
+def test_any_call_of_a_model_that_pools_is_answered_or_refused(
+    pooling_system: PoolingSystem,
+) -> None:
+    method = INFERENCE.methods_by_name["Pool"]
+    with grpc.insecure_channel(pooling_system.router_address) as channel:
+
+        @examples(40)
+        @given(plans(method, payloads(requests(method)), max_size=3))
+        def target(plan: Any) -> None:
+            with pooling_system.example():
+                check(call(channel, method, plan), plan)
+
+        target()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

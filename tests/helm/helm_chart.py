@@ -10,6 +10,8 @@ import yaml
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "helm"
 CPU_VALUES: dict[str, Any] = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
+# In C where PyYAML has it, which is fifteen times as quick.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Manifest = dict[str, Any]
 
@@ -45,6 +47,7 @@ EVERYTHING: dict[str, Any] = {
         "ipcLock": True,
         "runAsUser": 0,
         "shmSize": "8Gi",
+        "kvOffload": {"diskBytes": 500_000_000_000},
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "volumes": [{"name": "scratch", "emptyDir": {}}],
@@ -62,6 +65,7 @@ EVERYTHING: dict[str, Any] = {
         },
     },
     "apiKeys": {"secretName": "keys", "testSecretKey": "probe"},
+    "tracing": {"otlpTracesEndpoint": "https://otel-collector.monitoring:4317"},
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"clients": "yes"}}}],
         "monitoring": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}],
@@ -121,7 +125,7 @@ def render(
         document
         for path, text in sorted(texts.items())
         if path.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
+        for document in yaml.load_all(text, Loader=LOADER)
     ]
     return [document for document in documents if document is not None]
 

@@ -1,5 +1,6 @@
 """What the chart asks Prometheus: the queries of panels, rules and autoscaling, and their names."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from prometheus_client.metrics import Histogram, MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
+from pdserve_common.kv_offload_metrics import KVOffloadMetrics
+from pdserve_common.tensor_metrics import TensorMetrics
+from pdserve_common.tracing_metrics import TracingMetrics
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 ALERTS = CHART / "alerts" / "pdserve.yaml"
@@ -79,6 +83,7 @@ def _put_in(expr: str, values: dict[str, str]) -> str:
     return expr
 
 
+@functools.cache
 def rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
@@ -157,6 +162,9 @@ def exported() -> dict[str, set[str]]:
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
     metrics.GrammarMetrics(registry)
+    TensorMetrics(registry)
+    TracingMetrics(registry)
+    KVOffloadMetrics(registry)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
     ProcessCollector(namespace="engine", registry=process)

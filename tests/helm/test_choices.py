@@ -83,6 +83,25 @@ def required_transports(values: dict[str, Any]) -> list[str]:
     return ["".join(arg for arg in process["args"] if flag in arg) for process in processes]
 
 
+@pytest.mark.parametrize("kind", ["none", "hpa", "keda"])
+def test_a_model_that_pools_has_prefill_workers_alone(kind: str) -> None:
+    scaling = {"kind": kind, "prometheusAddress": "http://prometheus:9090"}
+    manifests = render(
+        {
+            "worker": {"config": {"runner": "pooling", "convert": "embed"}},
+            "decode": {"replicas": 0},
+            "autoscaling": scaling,
+        }
+    )
+    assert find(manifests, "Deployment", "decode")["spec"]["replicas"] == 0
+    prefill = find(manifests, "Deployment", "prefill")
+    (container,) = prefill["spec"]["template"]["spec"]["containers"]
+    assert {"--runner=pooling", "--convert=embed"} <= set(container["args"])
+    (container,) = find(manifests, "Deployment", "router")["spec"]["template"]["spec"]["containers"]
+    assert any(arg.startswith("--prefill=dns://") for arg in container["args"])
+    assert not any(arg.startswith("--decode") for arg in container["args"])
+
+
 def test_who_asks_for_rdma_devices_requires_rdma_unless_told_otherwise() -> None:
     rdma, other = "--require-transport=rdma", "--require-transport=any"
     devices = {"rdma": {"resource": "rdma/hca"}}
@@ -197,6 +216,17 @@ def test_workers_that_load_adapters_from_the_hub_reach_it() -> None:
         tokens = [each["valueFrom"] for each in environment if each["name"] == "HF_TOKEN"]
         expected = [{"secretKeyRef": {"name": "hub", "key": "key"}}] if has_hub else []
         assert tokens == expected, component
+
+
+def test_all_send_spans_to_the_collector_and_may() -> None:
+    endpoint = "http://otel-collector.monitoring:4318"
+    for values, is_sent in (({}, False), ({"tracing": {"otlpTracesEndpoint": endpoint}}, True)):
+        manifests = render(values)
+        for component in ("router", "prefill", "decode"):
+            args = container(find(manifests, "Deployment", component))["args"]
+            assert (f"--otlp-traces-endpoint={endpoint}" in args) is is_sent
+            egress = find(manifests, "NetworkPolicy", component)["spec"]["egress"]
+            assert ({"ports": [{"port": 4318}]} in egress) is is_sent
 
 
 def test_routers_read_api_keys_where_the_secret_is_mounted() -> None:

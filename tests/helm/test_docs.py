@@ -151,3 +151,23 @@ def test_releases_are_installed_before_they_are_upgraded() -> None:
     names = {command.name for command in COMMANDS if command.words[1] == "install"}
     assert len(pages) > 1
     assert {command.name for command in COMMANDS} <= names
+
+
+def test_what_triton_compiles_lies_on_the_volume_of_the_docs() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(
+        r"^  ```yaml\n(.*?TRITON_CACHE_DIR.*?)^  ```", text, re.MULTILINE | re.DOTALL
+    )
+    workers = [
+        spec
+        for spec in pod_specs(render(yaml.safe_load(block)))
+        if spec["containers"][0]["name"] in ("prefill", "decode")
+    ]
+    assert len(workers) == 2
+    for spec in workers:
+        (container,) = spec["containers"]
+        (folder,) = (e["value"] for e in container["env"] if e["name"] == "TRITON_CACHE_DIR")
+        (mount,) = (m for m in container["volumeMounts"] if m["mountPath"] == folder)
+        (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+        assert volume["persistentVolumeClaim"]["claimName"]
+        assert not mount.get("readOnly")

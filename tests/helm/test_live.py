@@ -18,6 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helm_chart import CPU_VALUES, ROOT, Manifest, container, find, of_kind, render
 
+from support.samples import sampled
+
 pytestmark = pytest.mark.slow
 
 # What Pods have addresses of their own for.
@@ -73,7 +75,7 @@ class Pod(NamedTuple):
             time.sleep(0.1)
 
 
-@pytest.fixture(params=CHOICES)
+@pytest.fixture(params=sampled(CHOICES, "guarded"))
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return render(CHOICES[request.param])
 

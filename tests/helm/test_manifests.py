@@ -19,6 +19,7 @@ from helm_chart import (
 )
 from helm_python import lint
 
+from pdserve_client.stack import END_MARGIN_S
 from pdserve_common.config import ENV_PREFIX, parse_config
 from pdserve_common.rpc import LIVENESS_SERVICE
 from pdserve_decode.config import DecodeConfig
@@ -209,8 +210,7 @@ def test_pods_are_not_killed_while_they_drain(manifests: list[Manifest], compone
     sleep_s = process.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     drain_s = config_of(component, process).drain_timeout_s
     grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    # A process takes up to 2 s more for streams that are to end.
-    assert grace_s > sleep_s + drain_s + 2
+    assert grace_s >= sleep_s + drain_s + END_MARGIN_S
     if component == "router":
         assert sleep_s > 0, "load balancers send to it for a while"
 

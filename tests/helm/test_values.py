@@ -73,6 +73,18 @@ def test_the_chart_is_of_this_version() -> None:
         ({"router": {"replicas": 0}}, "replicas"),
         ({"decode": {"replicas": 0}}, "decode.replicas is 0"),
         (
+            {"prefill": {"config": {"runner": "pooling"}}},
+            "prefill.replicas must be at least 1 and decode.replicas 0",
+        ),
+        (
+            {
+                "worker": {"config": {"runner": "pooling"}},
+                "prefill": {"replicas": 0},
+                "decode": {"replicas": 0},
+            },
+            "prefill.replicas must be at least 1",
+        ),
+        (
             {
                 "prefill": {"replicas": 0},
                 "router": {"config": {"require_disaggregation": True}},

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from containers import ROOT, VERSION
 
+from pdserve_client.stack import END_MARGIN_S
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig
@@ -57,7 +58,7 @@ def test_the_grace_period_outlasts_the_drain() -> None:
     for name in CONFIGS:
         service = load("compose.yaml")["services"][name]
         drain_s = int(service["environment"]["PDSERVE_DRAIN_TIMEOUT_S"])
-        assert int(service["stop_grace_period"].removesuffix("s")) >= drain_s + 10
+        assert int(service["stop_grace_period"].removesuffix("s")) >= drain_s + END_MARGIN_S
 
 
 def test_services_cannot_write_or_gain_rights() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.advisor.cost_profile import load_profile
+from pdserve_client.advisor.trace import read_trace
 from pdserve_client.bench import RequestResult, percentile, summarize
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,58 @@ def test_failures_are_counted_and_end_with_status_1(stack: Any) -> None:
     assert result.returncode == 1
     assert "num_failed              6" in result.stdout
     assert "prompt has 9000 tokens, at most 8191 fit" in result.stdout
+
+
+def test_a_trace_is_replayed_and_saved_as_one(stack: Any, tmp_path: Path) -> None:
+    trace, saved = tmp_path / "trace", tmp_path / "saved"
+    rows = [
+        {"timestamp": 100 * i, "input_length": 20 + i, "output_length": 2 + i, "hash_ids": []}
+        for i in range(4)
+    ]
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = bench(stack, "--trace", str(trace), "--save-requests", str(saved), "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["num_requests"] == 4
+    again = read_trace(saved)
+    for i, request in enumerate(again.requests):
+        assert (request.num_prompt_tokens, request.num_output_tokens) == (20 + i, 2 + i)
+        assert request.arrival_s >= 0.1 * i - 0.05
+    for row in map(json.loads, saved.read_text().splitlines()):
+        assert row["ttft_ms"] > 0
+        assert sum(row["itl_ms"]) > 0
+
+
+def test_workers_are_measured_and_advised_about(stack: Any, tmp_path: Path) -> None:
+    """`pdserve advise` from its measurement to its answer."""
+    path = tmp_path / "profile.json"
+    prefill, decode = (f"127.0.0.1:{worker.port}" for worker in stack.workers)
+    command = [sys.executable, "-m", "pdserve_client", "advise"]
+
+    def advise(*args: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*command, *args], capture_output=True, text=True, timeout=180, check=False
+        )
+
+    flags = ["--max-prompt-tokens=400", "--max-batch=4", "--repeats=2", f"--out={path}"]
+    both = [f"--prefill-worker={prefill}", f"--decode-worker={decode}"]
+    result = advise("profile", stack.grpc_address, *both, *flags)
+    assert result.returncode == 0, result.stderr
+    profile = load_profile(path)
+    assert profile.handoff is not None
+    # Keys and values of each layer, in whole blocks.
+    assert profile.handoff.bytes_per_token > 0
+    assert profile.decode_worker.max_num_seqs == stack.config.max_num_seqs
+    assert set(profile.residuals) == {"prefill", "decode", "transfer"}
+    assert profile.step.decode_base_s + profile.step.row_s > 0
+    result = advise(f"--profile={path}", "--workers=2", "--num-requests=50", "--precision=0.5")
+    assert result.returncode == 0, result.stderr
+    assert "| 1P + 1D |" in result.stdout
+    # Requests that go elsewhere are no measurement of these.
+    result = advise("profile", stack.grpc_address, both[1], *flags)
+    assert result.returncode == 1
+    assert "the router must have no prefill worker" in result.stderr
+    result = advise("profile", stack.grpc_address, f"--decode-worker={prefill}", *flags)
+    assert "is a prefill worker" in result.stderr
 
 
 def test_figures_of_known_times() -> None:

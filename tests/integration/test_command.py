@@ -20,11 +20,12 @@ from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
 from pdserve_common.model_folder import is_hub_id
 from support.hub import FakeHub
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
 # Of what has to happen, however busy the machine is.
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 PDSERVE = [sys.executable, "-m", "pdserve_client"]
 
 
@@ -33,7 +34,7 @@ def model(make_served_model: Callable[..., Path]) -> str:
     return str(make_served_model("LlamaForCausalLM", max_position_embeddings=256))
 
 
-def run(*args: str, cwd: Path, timeout_s: float = 180) -> "subprocess.CompletedProcess[str]":
+def run(*args: str, cwd: Path, timeout_s: float = DEADLINE_S) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*PDSERVE, *args], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -43,8 +44,12 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
     # Ready only when it hands over, which may come after both workers are.
     # With a seed that does not end the answer at once.
     flags = ["--require-disaggregation", "--prompt", "hi", "--max-tokens", "8", "--seed", "1"]
-    result = run("run", "--model", model, *flags, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    for _ in range(10):
+        result = run("run", "--model", model, *flags, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        # Where the machine is busy the second token may come with the first one.
+        if "first ITL" in result.stdout:
+            break
     for expected in (
         "time to first token (TTFT)",
         "prefill queue",
@@ -117,7 +122,7 @@ class Up:
             f"{self.url}/v1/completions", body, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
@@ -138,13 +143,20 @@ def up(model: str, tmp_path: Path) -> Iterator[Callable[..., Up]]:
         each.process.wait()
 
 
-def test_up_serves_until_it_is_asked_to_stop(up: Callable[..., Up]) -> None:
-    running = up()
+def test_up_serves_under_the_name_it_is_told_until_it_is_asked_to_stop(
+    up: Callable[..., Up],
+) -> None:
+    running = up("--served-model-name", "some/name")
     running.wait_until_ready()
-    with urllib.request.urlopen(f"{running.url}/health", timeout=30) as response:
+    assert "model    some/name\n" in running.lines
+    with urllib.request.urlopen(
+        f"{running.url}/v1/models/some/name", timeout=DEADLINE_S
+    ) as response:
+        assert json.load(response)["id"] == "some/name"
+    with urllib.request.urlopen(f"{running.url}/health", timeout=DEADLINE_S) as response:
         assert response.status == 200
     running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(DEADLINE_S) == 0
 
 
 def test_up_downloads_a_model_once_and_serves_it_under_the_hubs_name(
@@ -155,13 +167,13 @@ def test_up_downloads_a_model_once_and_serves_it_under_the_hubs_name(
         running.wait_until_ready()
         assert f"model    {hub.model}\n" in running.lines
         assert running.generate()
-        with urllib.request.urlopen(f"{running.url}/v1/models", timeout=30) as response:
+        with urllib.request.urlopen(f"{running.url}/v1/models", timeout=DEADLINE_S) as response:
             (model,) = json.load(response)["data"]
         assert model["id"] == hub.model
         downloads = [request for request in hub.requests if request.startswith("GET /some-owner")]
         assert sorted(set(downloads)) == sorted(downloads)
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(60) == 0
+        assert running.process.wait(DEADLINE_S) == 0
     finally:
         running.process.kill()
         running.process.wait()
@@ -173,19 +185,11 @@ def test_ctrl_c_ends_a_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     try:
         until(running, lambda: any("GET /some-owner" in request for request in hub.requests))
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(60) == -signal.SIGINT
+        assert running.process.wait(DEADLINE_S) == -signal.SIGINT
     finally:
         hub.holds_files = False
         running.process.kill()
         running.process.wait()
-
-
-def test_up_serves_under_the_name_it_is_told(up: Callable[..., Up]) -> None:
-    running = up("--served-model-name", "some/name")
-    running.wait_until_ready()
-    assert "model    some/name\n" in running.lines
-    with urllib.request.urlopen(f"{running.url}/v1/models/some/name", timeout=30) as response:
-        assert json.load(response)["id"] == "some/name"
 
 
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_clear_line(
@@ -204,12 +208,12 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_one_clear_line(
 
 def test_up_starts_services_again_that_end(up: Callable[..., Up]) -> None:
     """On the same ports, with the same flags, while the others go on."""
-    running = up("--decode=2")
+    running = up()
     running.wait_until_ready()
-    for name in ("decode-1", "prefill-0", "router"):
+    for name in ("prefill-0", "router"):
         services = kill_one_and_see_it_again(running, name)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(DEADLINE_S) == 0
     assert not psutil.wait_procs(services.values(), timeout=0)[1]
 
 
@@ -252,7 +256,7 @@ def listening_ports(process: psutil.Process) -> set[int]:
     return {c.laddr.port for c in process.net_connections() if c.status == "LISTEN"}
 
 
-@pytest.mark.parametrize("engine_process", ["inproc", "subprocess"])
+@pytest.mark.parametrize("engine_process", sampled(["inproc", "subprocess"], "subprocess"))
 def test_on_loopback_nobody_listens_anywhere_else(
     up: Callable[..., Up], engine_process: str
 ) -> None:
@@ -306,7 +310,7 @@ def mapped_or_itself(text: str) -> IpAddress:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", sampled([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_up_stops_between_an_end_and_the_new_start(
     up: Callable[..., Up], signum: signal.Signals
 ) -> None:
@@ -316,7 +320,7 @@ def test_up_stops_between_an_end_and_the_new_start(
     services["decode-0"].kill()
     running.wait_for_error("starting it again in")
     running.process.send_signal(signum)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(DEADLINE_S) == 0
     assert not psutil.wait_procs(services.values(), timeout=0)[1]
 
 
@@ -325,14 +329,14 @@ def test_up_ends_with_its_service_if_others_restart_it(up: Callable[..., Up]) ->
     running.wait_until_ready()
     services = running.services()
     services["decode-0"].kill()
-    assert running.process.wait(60) == 1
+    assert running.process.wait(DEADLINE_S) == 1
     assert "pdserve: decode-0 ended with SIGKILL" in running.errors()
     assert not psutil.wait_procs(services.values(), timeout=0)[1]
 
 
 def test_up_ends_if_a_service_cannot_start(up: Callable[..., Up]) -> None:
     running = up("--kv-cache-memory-mib=0")
-    assert running.process.wait(120) == 1
+    assert running.process.wait(DEADLINE_S) == 1
     errors = running.errors()
     assert "before it was ready: correct what its last lines say and start again" in errors
     assert "kv_cache_memory_mib" in errors.split("start again")[1]
@@ -347,7 +351,7 @@ def test_a_second_signal_ends_what_a_drain_waits_for(up: Callable[..., Up]) -> N
     running.process.send_signal(signal.SIGINT)
     running.wait_for_error("stopping")
     running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(DEADLINE_S) == 0
     assert not psutil.wait_procs(services.values(), timeout=0)[1]
 
 
@@ -359,7 +363,7 @@ def test_a_killed_up_leaves_no_process_behind(up: Callable[..., Up]) -> None:
         time.sleep(0.05)
     running.process.kill()
     running.process.wait()
-    _, alive = psutil.wait_procs(children.values(), timeout=60)
+    _, alive = psutil.wait_procs(children.values(), timeout=DEADLINE_S)
     assert not alive
 
 
@@ -453,5 +457,5 @@ def run_at_once(
         for command in commands
     ]
     for process in processes:
-        output, errors = process.communicate(timeout=180)
+        output, errors = process.communicate(timeout=DEADLINE_S)
         yield process.returncode, output, errors

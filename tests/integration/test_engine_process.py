@@ -12,6 +12,7 @@ import pytest
 
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
+from support.samples import sampled
 
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 16, 17, 150)]
 LONG = SamplingParams(temperature=0.0, max_tokens=1800, ignore_eos=True)
@@ -112,7 +113,7 @@ def has_torch(process: psutil.Process) -> bool:
     return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("name", sampled(["prefill-0", "decode-0"], "decode-0"))
 async def test_a_killed_engine_process_ends_its_worker(name: str, stack: Any) -> None:
     client = AsyncClient(stack.grpc_address)
     stream = client.generate(PROMPTS[-1], LONG, timeout_s=60)

@@ -19,6 +19,7 @@ from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.client import build_request
 from pdserve_common.sampling_params import SamplingParams
 from support.adapters import merged_greedy, write_adapter
+from support.metrics import total
 from support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -251,7 +252,9 @@ async def test_answers_go_on_elsewhere_when_d_dies_and_end_typed_where_nobody_ha
                 assert await answer == served.expected["one" if name else ""], name
         await asyncio.to_thread(served.stack.wait_until_whole)
         assert await names(http) == ["both"]
+        # The first request with it has the router add it to the new process, too.
         assert await generate(stub, "both") == served.expected["one"]
+        await asyncio.to_thread(served.stack.wait_for, "decode-0", "pdserve_loras", 1)
         assert (await unload(http, "both")).status_code == 200
         ctl(served, "prefill-0", "lora", "remove", "alone")
 
@@ -260,6 +263,8 @@ async def test_an_adapter_comes_to_another_pair_when_those_that_hold_it_have_muc
     served: Served,
 ) -> None:
     async with clients(served) as (http, stub):
+        scaled = 'pdserve_lora_scale_outs_total{outcome="added"}'
+        num_before = total(served.stack.metrics("router"), scaled)
         answer = await load(http, "a", "one", num_workers=1)
         assert answer.status_code == 200, answer.text
         holders = [name for name in DECODES if ctl(served, name, "lora", "list")]
@@ -273,8 +278,7 @@ async def test_an_adapter_comes_to_another_pair_when_those_that_hold_it_have_muc
         asking = [asyncio.create_task(ask()) for _ in range(2 * SCALE_OUT_REQUESTS + 2)]
         for name in DECODES:
             await asyncio.to_thread(served.stack.wait_for, name, "pdserve_loras", 1)
-        scaled = 'pdserve_lora_scale_outs_total{outcome="added"}'
-        await asyncio.to_thread(served.stack.wait_for, "router", scaled, 1)
+        await asyncio.to_thread(served.stack.wait_for, "router", scaled, num_before + 1)
         is_over = True
         await asyncio.gather(*asking)
         # It goes from where the router has put it as well.

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
+from support.samples import sampled
 
 NUM_TOKENS = 16
 SEED = 11
@@ -56,7 +57,9 @@ def uncached_stack(bf16_stack: Any, start_stack: Any) -> Iterator[Any]:
             yield stack
 
 
-@pytest.fixture(params=["bf16_stack", "uncached_stack"], ids=["cached", "uncached"])
+@pytest.fixture(
+    params=sampled(["bf16_stack", "uncached_stack"], "bf16_stack"), ids=["cached", "uncached"]
+)
 def stack(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Each test leaves it idle."""
     stack: Any = request.getfixturevalue(request.param)

@@ -15,6 +15,7 @@ from support.chat_models import make_chat_model
 from support.drafts import make_noisy_model
 from support.metrics import total
 from support.random_requests import MAX_MODEL_LEN, Answer, Asked, Watch, random_requests
+from support.samples import sampled
 from support.stack import Routed, RunningStack
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def drafts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafts") / "drafts.json"
 
 
-@pytest.fixture(scope="module", params=["suffix", "draft_model"])
+@pytest.fixture(scope="module", params=sampled(["suffix", "draft_model"], "draft_model"))
 def stack(
     request: pytest.FixtureRequest,
     start_stack: Any,

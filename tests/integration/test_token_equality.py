@@ -10,6 +10,8 @@ import pytest
 
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
+from support.models import NATIVE_MODELS
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-moe": NATIVE_MODELS["qwen3-moe"],
 }
 
 
@@ -48,7 +51,8 @@ async def generate(
     return tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Of those that are plain other tests compare with transformers what a handoff brings.
+@pytest.mark.parametrize("name", sampled(MODELS, "qwen3-hybrid"))
 async def test_tokens_equal_transformers(
     name: str,
     make_served_model: Callable[..., Path],

@@ -26,7 +26,7 @@ NUM_STREAMS = 64
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 FINISHED = 'pdserve_engine_requests_total{outcome="length"}'
 LISTENING = re.compile(r"listening: gRPC on (\d+)")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
+from support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,7 @@ def num_wrong(found: Sequence[object], expected: Sequence[object]) -> dict[str, 
 NONE_WRONG = {"one token": 0, "beams": 0, "handoff": 0}
 
 
-@pytest.mark.parametrize("other", ["retrained", "float32"])
+@pytest.mark.parametrize("other", sampled(["retrained", "float32"], "retrained"))
 async def test_other_weights_answer_nothing_until_they_take_over(
     make_served_model: Callable[..., Path],
     start_stack: Any,

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE
+from support.pooling_models import hf_states
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +97,10 @@ async def test_get_info_tells_what_the_worker_is(stub: Any) -> None:
         (request(prompt_token_ids=[300]), "prompt_token_ids has 300, token ids are 0 to 299"),
         (request(request_id=""), "request_id has 0 characters"),
         (request(resumable=True), "resumable is set: not served yet"),
-        (request(pooling_params=core_pb2.PoolingParams(task="embed")), "pooling_params is set"),
+        (
+            request(pooling_params=core_pb2.PoolingParams(task="embed")),
+            "task is 'embed', the model serves generate",
+        ),
         (
             request(sampling_params=core_pb2.SamplingParams(temperature=-1.0)),
             "temperature is -1.0, must be at least 0",
@@ -154,8 +159,8 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(stack: Any) -> No
 async def test_tensors_are_refused(stack: Any, stub: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.PutTensor(iter([service_pb2.PutTensorRequest()]), timeout=ANSWER_S)
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert error.value.details() == "tensors are not served yet"
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.value.details() == "the model takes no tensors: it knows only text"
     assert '"level": "ERROR"' not in stack.log("decode-0")
 
 
@@ -298,6 +303,56 @@ async def outputs_by_request(call: Any) -> dict[str, core_pb2.EngineCoreOutput]:
     while (message := await asyncio.wait_for(call.read(), ANSWER_S)) is not grpc.aio.EOF:
         last.update({output.request_id: output for output in message.outputs.outputs})
     return last
+
+
+async def test_a_worker_pools_for_users_of_its_stubs(
+    make_served_model: Callable[..., Path],
+) -> None:
+    model = make_served_model("Qwen3Model")
+    worker = start_worker("prefill", model, "--pooler-config", '{"matryoshka_dimensions": [16]}')
+    port = await asyncio.to_thread(port_of, worker)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = service_grpc.EngineCoreServiceStub(channel)
+        info = (await stub.GetInfo(service_pb2.GetInfoRequest(), timeout=ANSWER_S)).info
+        assert list(info.tasks) == ["embed"]
+        assert (info.embedding_size, info.pooling_type) == (64, "last")
+        assert (info.is_matryoshka, list(info.matryoshka_dimensions)) == (True, [16])
+        call = await attach(stub, "router")
+        prompt = [5 + i % 90 for i in range(100)]
+        states = hf_states(model, prompt)[-1]
+        for size in (None, 16):
+            params = core_pb2.PoolingParams(task="embed", dimensions=size)
+            message = request(f"{size}", prompt_token_ids=prompt, pooling_params=params)
+            await call.write(service_pb2.AttachRequest(add_request=message))
+            (output,) = await outputs_of(call, f"{size}")
+            assert output.finish_reason == core_pb2.FINISH_REASON_STOP
+            assert output.prefill_stats.num_prompt_tokens == 100
+            assert output.prefill_stats.num_cached_tokens == (96 if size else 0)
+            expected = torch.nn.functional.normalize(states[:size], dim=0)
+            found = torch.tensor(list(output.pooling_output))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for message, refusal in (
+            (request("tokens"), "task is 'generate', the model serves embed"),
+            (
+                request("size", pooling_params=core_pb2.PoolingParams(task="embed", dimensions=15)),
+                "dimensions is 15, must be one of 16",
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=refusal) as error:
+                async for _ in stub.Generate(GenerateRequest(request=message), timeout=ANSWER_S):
+                    pass
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        worker.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(worker.communicate, timeout=ANSWER_S)
+    assert worker.returncode == 0
+
+
+def test_a_decode_worker_refuses_a_model_that_pools(make_served_model: Callable[..., Path]) -> None:
+    worker = start_worker("decode", make_served_model("Qwen3Model"))
+    _, log = worker.communicate(timeout=120)
+    assert worker.returncode == 1
+    (line,) = [line for line in log.splitlines() if "cannot start" in line]
+    assert "serves embed, which prefill workers do" in line
 
 
 def test_a_worker_that_computes_nonsense_does_not_start(

@@ -39,7 +39,9 @@ def make_adapter(kernels, model: Model, rank: int, dtype=torch.bfloat16):
             ),
         }
         packed = {
-            name: kernels.pack_lora(each, getattr(layer, name)) for name, each in parts.items()
+            name: None if weight is None else kernels.pack_lora(each, weight)
+            for name, each in parts.items()
+            for weight in [getattr(layer, name)]
         }
         layers.append(LoraLayer(**packed))
     return kernels.pack_adapter(layers)

@@ -10,7 +10,8 @@ import torch
 
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
-from pdserve_kernels.kv_scales import FP8, NO_SCALES, KVScales
+from pdserve_kernels.fp8 import FP8
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.metadata import AttentionMetadata
 
 sys.path.append(str(Path(__file__).parent))  # test modules import sampling_batches

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,14 +11,15 @@ from pdserve_kernels import cpu
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.groups import NUM_SUMS
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
 
 BLOCKS_PER_REQUEST = 40
 NUM_REQUESTS = 4
 LENGTH = 90
-QUANTIZATIONS = {
-    "int8": {"bits": 8, "group_size": None},
-    "int4": {"bits": 4, "group_size": 16},
+QUANTIZE = {
+    "int8": partial(quantize, bits=8, group_size=None),
+    "int4": partial(quantize, bits=4, group_size=16),
+    "fp8": quantize_fp8,
 }
 
 
@@ -30,6 +32,8 @@ class Shape(NamedTuple):
     has_bias: bool = False
     has_qk_norm: bool = True
     windows: tuple[int | None, ...] = (None, None)
+    # The last layer has so many, of which tokens have two each, in place of an MLP.
+    num_experts: int = 0
 
 
 class Chunk(NamedTuple):
@@ -43,7 +47,7 @@ class Chunk(NamedTuple):
 class Model:
     """Random layers, and the prompts of a few requests as embedded tokens.
 
-    `group`: whose rank's part of the weights and heads it has. `kind`: bf16, int8 or int4.
+    `group`: whose rank's part of the weights and heads it has. `kind`: bf16, int8, int4 or fp8.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Model:
     def _layer(self, layer: int, window: int | None) -> DecoderLayer:
         shape = self.shape
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        has_experts = shape.num_experts > 0 and layer == len(shape.windows) - 1
         return DecoderLayer(
             input_norm=self._norm(shape.hidden),
             qkv=self._cut_by_outputs((heads, kv_heads, kv_heads), shape.hidden),
@@ -78,12 +83,25 @@ class Model:
             k_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
             attention_output=self._cut_by_inputs(shape.hidden, heads),
             post_attention_norm=self._norm(shape.hidden),
-            gate_up=self._cut_by_outputs((shape.intermediate,) * 2, shape.hidden, num_parts=2),
-            down=self._cut_by_inputs(shape.hidden, shape.intermediate),
+            gate_up=None
+            if has_experts
+            else self._cut_by_outputs((shape.intermediate,) * 2, shape.hidden, num_parts=2),
+            down=None if has_experts else self._cut_by_inputs(shape.hidden, shape.intermediate),
+            moe=self._experts() if has_experts else None,
             group=0 if window is None else 1,
             slot=shape.windows[:layer].count(window),
             window=window,
         )
+
+    def _experts(self):
+        shape = self.shape
+        size = shape.intermediate // 2
+        mlps = [
+            (self._weight(2 * size, shape.hidden)[0], self._weight(shape.hidden, size)[0])
+            for _ in range(shape.num_experts)
+        ]
+        router, _ = self._weight(shape.num_experts, shape.hidden)
+        return self._kernels.pack_moe(router, mlps, top_k=2, renormalize=True)
 
     def _cut_by_outputs(self, parts: Sequence[int], columns: int, **options: int):
         weight, bias = self._weight(sum(parts), columns)
@@ -105,7 +123,7 @@ class Model:
         bias = self._random(rows) if self.shape.has_bias else None
         if self._kind == "bf16":
             return weight.to(self._dtype), bias
-        return quantize(weight, **QUANTIZATIONS[self._kind]), bias
+        return QUANTIZE[self._kind](weight), bias
 
     def _norm(self, size: int) -> torch.Tensor:
         return (1 + 0.1 * self._random(size)).to(torch.bfloat16).to(self._dtype)

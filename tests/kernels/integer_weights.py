@@ -1,8 +1,9 @@
-"""Random integer weights of all kinds."""
+"""Random weights of 4 and 8 bits, of all kinds."""
 
 import pytest
 import torch
 
+from pdserve_kernels.fp8 import FP8, FP8_MAX
 from pdserve_kernels.reference.quantization import QuantizedWeight
 
 # bits, group_size, dtype of scales, has zeros
@@ -26,6 +27,21 @@ def make_weight(rows, columns, bits, group_size, scale_dtype, has_zeros):
         scales=(torch.rand(grid) / high).to(scale_dtype),
         zeros=torch.randint(low, high, grid, dtype=torch.int8) if has_zeros else None,
         bits=bits,
+        group_size=group_size,
+        dtype=torch.bfloat16,
+    )
+
+
+def make_fp8_weight(rows, columns, group_size=None):
+    """All numbers of FP8 are there; a group None is a whole row."""
+    group_size = group_size or columns + columns % 2
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F]  # those are NaN
+    return QuantizedWeight(
+        values=numbers[torch.randint(len(numbers), (rows, columns))].view(FP8),
+        scales=torch.rand(rows, -(-columns // group_size)) / FP8_MAX,
+        zeros=None,
+        bits=8,
         group_size=group_size,
         dtype=torch.bfloat16,
     )

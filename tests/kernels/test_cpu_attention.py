@@ -16,7 +16,7 @@ MIX = {
     "num_decodes": 4,
 }
 
-pytestmark = pytest.mark.usefixtures("each_isa")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("each_isa")]
 
 
 @pytest.fixture

@@ -23,6 +23,11 @@ SHAPES = [
     pytest.param(Shape(hidden=520, num_heads=8, num_kv_heads=1, head_dim=64), id="mqa"),
     pytest.param(Shape(num_heads=2, head_dim=256), id="large heads"),
 ]
+# (What is rounded differently may choose other experts.)
+WITH_EXPERTS = [
+    *SHAPES,
+    pytest.param(Shape(num_experts=5, windows=(None, 20, None)), id="experts"),
+]
 
 
 def with_padding(metadata: AttentionMetadata, num: int) -> AttentionMetadata:
@@ -43,7 +48,7 @@ FEW = [Chunk(0, 0, 1), Chunk(3, 0, 3)]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", WITH_EXPERTS)
 def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_threads):
     model = Model(shape)
     packed = cpu.pack_decoder(model.decoder)
@@ -63,7 +68,7 @@ def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_thre
         assert torch.equal(hidden_states, before)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", WITH_EXPERTS)
 def test_a_request_has_its_bits_in_any_batch_and_chunks(shape):
     model = Model(shape)
     packed = cpu.pack_decoder(model.decoder)

@@ -82,6 +82,42 @@ def test_logits_that_crowd_into_one_bucket(spread: float, wanted: dict[str, Any]
     check_tokens(logits, **wanted)
 
 
+def crowd(kind: str, n: int, vocab_size: int) -> torch.Tensor:
+    """Logits of which thousands lie within 1/64 of each other."""
+    noise = make_logits(n, vocab_size, scale=1.0)
+    if kind == "few values":
+        return 1.0 + (noise * 2).round() * 2.0**-23
+    if kind == "around zero":
+        return noise.round() * torch.tensor([0.0, -0.0, 1e-45, 1e-38]).unsqueeze(1)
+    if kind == "nested":
+        # Nearer and nearer to 1, so that each round finds most of them in one bucket.
+        return 1.0 - 2.0 ** -(7.0 + torch.arange(vocab_size) % 40 / 2).expand(n, -1)
+    if kind == "every key":
+        keys = torch.linspace(-(2**31) + 2**23, 2**31 - 2**23, vocab_size, dtype=torch.float64)
+        bits = torch.where(keys < 0, keys.abs() - 2.0**31, keys).to(torch.int32)
+        return bits.view(torch.float32).clamp(-1e30, 1e30).nan_to_num().expand(n, -1)
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["few values", "around zero", "nested", "every key"])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"top_k": [1, 1500, 4000, 5002]},
+        {"top_p": [0.001, 0.3, 0.7, 0.9999]},
+        {"top_k": 3000, "top_p": [0.001, 0.3, 0.7, 0.9999]},
+    ],
+    ids=str,
+)
+def test_more_than_a_list_holds_crowd_into_one_bucket(kind: str, wanted: dict[str, Any]) -> None:
+    logits = crowd(kind, 4, 5003).repeat(6, 1)
+    columns = {name: np.resize(value, len(logits)) for name, value in wanted.items()}
+    check_tokens(logits, **columns)
+    logits[:, ::7] = -torch.inf
+    check_tokens(logits, **columns)
+    check_tokens(logits.bfloat16(), **columns)
+
+
 def test_threads_and_neighbours_change_no_token(threads: None) -> None:
     logits = make_logits(5, 5003, scale=0.5)
     columns = {"temperature": [0.0, 0.7, 1.0, 1.3, 1.0], "top_p": [1.0, 1.0, 0.9, 0.5, 1.0]}

@@ -49,7 +49,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=PER_TEST_FIXTURES)
+@settings(deadline=None, max_examples=60, suppress_health_check=PER_TEST_FIXTURES)
 @given(data=st.data(), vocab_size=VOCAB_SIZES)
 def test_a_token_that_is_not_allowed_is_as_if_its_logit_were_minus_infinity(
     each_isa: None, dtype: torch.dtype, data: st.DataObject, vocab_size: int

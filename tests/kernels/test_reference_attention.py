@@ -3,6 +3,8 @@ import torch
 
 from pdserve_kernels.reference import paged_attention
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [1, 15, 16, 17, 511, 512, 513, 1100]
 DTYPES = [torch.float32, torch.bfloat16]
 # bf16: the output's own rounding is 2**-9, and probabilities are rounded once more before P @ V.

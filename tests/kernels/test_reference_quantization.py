@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from integer_weights import exact, make_fp8_weight
 
 from pdserve_kernels import reference
-from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, stack
+from pdserve_kernels.fp8 import FP8, FP8_MAX
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8, stack
 
 SHAPES = [(1, 2), (5, 64), (3, 50), (130, 4096)]
 
@@ -84,3 +86,42 @@ def test_what_does_not_fit_is_refused(field, value, message):
     weight = quantize(bf16(4, 64), bits=4, group_size=32)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(weight, **{field: value})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_is_the_nearest_number_that_there_is(shape):
+    torch.manual_seed(0)
+    weight = bf16(*shape)
+    quantized = quantize_fp8(weight)
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    numbers = numbers[~numbers.isnan()].sort().values
+    wanted = weight.double() / quantized.scales.double()
+    above = torch.searchsorted(numbers, wanted).clamp(1, len(numbers) - 1)
+    nearest = torch.minimum((numbers[above] - wanted).abs(), (wanted - numbers[above - 1]).abs())
+    moved = (quantized.values.double() - wanted).abs()
+    assert (moved <= nearest + 2.0**-23 * wanted.abs()).all()  # the quotient is rounded in fp32
+    assert quantized.values.double().abs().amax() == FP8_MAX
+
+
+def test_fp8_of_any_weight_is_finite():
+    weight = torch.tensor([[0.0, 0.0], [1e-30, -3e-31], [3e38, 1.0], [-0.0, 2.0**-133]])
+    for dtype in (torch.bfloat16, torch.float32):
+        dense = quantize_fp8(weight.to(dtype)).dequantize()
+        largest = weight.abs().amax(1, keepdim=True)
+        assert ((dense.float() - weight).abs() <= 2.0**-4 * largest).all()
+
+
+def test_parts_and_stacks_of_fp8_are_those_of_the_dense_weight():
+    torch.manual_seed(0)
+    weight = make_fp8_weight(6, 300, 128)
+    dense = weight.dequantize()
+    assert torch.equal(dense, exact(weight).float().to(torch.bfloat16))
+    assert torch.equal(weight.rows(slice(1, 5)).dequantize(), dense[1:5])
+    assert torch.equal(weight.columns(slice(128, 300)).dequantize(), dense[:, 128:])
+    assert torch.equal(stack([weight, weight]).dequantize(), torch.cat((dense, dense)))
+    with pytest.raises(ValueError, match="inputs 64 to 300 of 300 are not whole groups of 128"):
+        weight.columns(slice(64, 300))
+    with pytest.raises(ValueError, match="differ in bits, group_size, dtypes"):
+        stack([quantize_fp8(bf16(2, 64)), quantize(bf16(2, 64), bits=8, group_size=None)])
+    with pytest.raises(ValueError, match="which has 8 bits and no zeros"):
+        dataclasses.replace(weight, bits=4)

@@ -10,6 +10,9 @@ import torch
 
 from pdserve_kernels import reference
 from pdserve_kernels.reference import attention_plan, paged_attention
+from support.samples import sampled
+
+pytestmark = pytest.mark.slow
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = 600
@@ -82,7 +85,7 @@ print(same, is_told)
 """
 
 
-@pytest.mark.parametrize("mode", [None, "AUTO"])
+@pytest.mark.parametrize("mode", sampled([None, "AUTO"], None))
 def test_products_that_depend_on_the_number_of_rows_are_not_called_independent(mode):
     """On Intel's processors MKL's are, unless it is strict."""
     env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}

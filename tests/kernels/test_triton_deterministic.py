@@ -9,11 +9,12 @@ import pytest
 import torch
 from adapters import make_adapter
 from decoder_models import Chunk, Model, Shape
-from integer_weights import KINDS, exact, make_weight
+from integer_weights import KINDS, exact, make_fp8_weight, make_weight
 
 from pdserve_kernels import reference
 from pdserve_kernels.groups import tree_sum
 from pdserve_kernels.lora import LoraSegment
+from support.interpreted import convert_fp8_as_gpus_do
 from support.triton_kernels import DEVICE, INTERPRETED, on_device
 
 # The interpreter's bf16 is not a GPU's.
@@ -120,9 +121,34 @@ def test_linears_of_integers(kernels, kind):
         assert torch.equal(kernels.linear(x[:count].to(DEVICE), packed), together[:count])
 
 
-def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(kernels):
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_linears_of_fp8_whole_and_of_ranks(kernels, group_size, monkeypatch):
+    if INTERPRETED:
+        convert_fp8_as_gpus_do(monkeypatch)
     dtype = DTYPES[1]
-    model = Model(Shape(head_dim=64, windows=(None, 40)), kernels, dtype)
+    weight = replace(make_fp8_weight(70, 1024, group_size), dtype=dtype)
+    x = torch.randn(70, 1024).to(dtype) / 32
+    packed = kernels.pack_linear(on_device(weight), num_sums=8)
+    together = kernels.linear(x.to(DEVICE), packed)
+    expected = x.double() @ weight.dequantize().double().T
+    assert_close(together, expected.to(dtype), dtype)
+    for count in (1, 16, 65):
+        assert torch.equal(kernels.linear(x[:count].to(DEVICE), packed), together[:count])
+    halves = [slice(0, 512), slice(512, 1024)]
+    sums = [
+        kernels.linear_sums(
+            x[:, half].contiguous().to(DEVICE),
+            kernels.pack_linear(on_device(weight.columns(half)), num_sums=4),
+        )
+        for half in halves
+    ]
+    assert torch.equal(tree_sum(sums), kernels.linear_sums(x.to(DEVICE), packed))
+
+
+@pytest.mark.parametrize("num_experts", [0, 5])
+def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(kernels, num_experts):
+    dtype, shape = DTYPES[1], Shape(head_dim=64, windows=(None, 40), num_experts=num_experts)
+    model = Model(shape, kernels, dtype)
     model.decoder = on_device(model.decoder)
     adapter = make_adapter(kernels, model, 8, dtype)
     packed = kernels.pack_decoder(model.decoder)
@@ -146,7 +172,7 @@ def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(ke
     decodes = [[Chunk(1, i - 46, i - 45), Chunk(0, i, i + 1)] for i in range(47, 49)]
     others = run(other, [Chunk(0, 30, 47)], *decodes)
     assert torch.equal(others, whole)
-    plain = Model(Shape(head_dim=64, windows=(None, 40)), reference, dtype)
+    plain = Model(shape, reference, dtype)
     states, positions, metadata = plain.step([Chunk(0, 0, 49)])
     lora = [LoraSegment(0, 49, make_adapter(reference, plain, 8, dtype))]
     expected = reference.run_decoder(

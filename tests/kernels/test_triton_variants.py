@@ -4,7 +4,6 @@ other layers must not.
 
 import importlib
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from decoder_models import Chunk, Model, Shape
 from sampling_batches import make_logits, make_sampling_batch
 
 from pdserve_kernels.lora import LoraSegment
-from support.triton_kernels import triton_kernels
+from support.triton_variants import Variants, recorded_variants
 
 pytestmark = [
     pytest.mark.skipif(
@@ -26,38 +25,13 @@ pytestmark = [
 pytest.importorskip("triton")
 
 SHAPE = Shape(hidden=128, head_dim=64, intermediate=256, windows=(None,) * 3)
-# Kernel and what it is compiled for.
-Variants = dict[str, set[str]]
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], Variants]]:
+def count() -> Iterator[Callable[[Callable[[], object]], Variants]]:
     """Have the variants counted that a function's launches need on an H100; nothing is computed."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = CUDABackend(GPUTarget("cuda", 90, 32))
-    launched: Variants = defaultdict(set)
-
-    def record(name: str, kernel: Any) -> Callable[..., None]:
-        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-
-        def run(*args: object, grid: object, warmup: bool, **options: object) -> None:
-            _, specialization, rest = binder(*args, **options)
-            launched[name].add(str((specialization, rest)))
-
-        return run
-
-    for name, kernel in triton_kernels():
-        monkeypatch.setattr(kernel, "run", record(name, kernel))
-
-    def run(work: Callable[[], object]) -> Variants:
-        launched.clear()
-        work()
-        return {name: set(variants) for name, variants in launched.items()}
-
-    return run
+    with recorded_variants() as recorder:
+        yield recorder.of
 
 
 def test_layers_of_a_cache_share_a_kernel(count) -> None:
@@ -72,7 +46,7 @@ def test_layers_of_a_cache_share_a_kernel(count) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["triton", "triton.deterministic"])
 def test_decodes_of_all_sizes_share_kernels(count, name: str, kind: str) -> None:
     """With adapters of some, whose ranks and segments differ."""
@@ -84,7 +58,7 @@ def test_decodes_of_all_sizes_share_kernels(count, name: str, kind: str) -> None
     def run(sizes: Sequence[int]) -> Variants:
         return count(lambda: [decode(kernels, model, size, adapters) for size in sizes])
 
-    # Products of integers have as many rows as the next power of two.
+    # Products of quantized weights have as many rows as the next power of two.
     some, every = run([16, 32, 64]), run(batch_sizes)
     if name == "triton":
         assert len(every.pop("_merge_kernel")) == 2  # of 2 parts and of 4
@@ -97,11 +71,14 @@ def test_draws_of_all_sizes_share_kernels(count) -> None:
     from pdserve_kernels import triton
 
     logits = make_logits(40, 3000)
-    batches = [make_sampling_batch(n, top_p=0.9) for n in range(1, 40)]
-    variants = count(
-        lambda: [triton.sample(logits[: len(batch.seeds)], batch) for batch in batches]
-    )
-    assert set(sizes_of(variants).values()) == {1}
+
+    def run(sizes: Sequence[int]) -> Variants:
+        batches = [make_sampling_batch(n, top_p=0.9) for n in sizes]
+        return count(
+            lambda: [triton.sample(logits[: len(batch.seeds)], batch) for batch in batches]
+        )
+
+    assert run(range(1, 40)) == run([16])
 
 
 def decode(kernels: Any, model: Model, size: int, adapters: Sequence[Any]) -> None:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
-from support.interpreted import run_interpreted
+from support.interpreted import SHARES, run_interpreted
+from support.samples import sampled
 from support.triton_kernels import triton_kernels
 
 pytestmark = pytest.mark.slow
@@ -23,43 +25,51 @@ triton = pytest.importorskip("triton")
 # UPDATE_TRITON_RESOURCES=1 writes it anew.
 TABLE = Path(__file__).with_name("triton_resources.json")
 IS_UPDATE = os.environ.get("UPDATE_TRITON_RESOURCES") == "1"
+# What is compiled for sm_80 is so for sm_86 and, but for FP8, sm_89. sm_120 has a TMA.
 ARCHITECTURES = (80, 90)
-# Bytes that a program may have.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+SUITES = ("kernels", "sampling", "linear", "lora", "moe", "deterministic")
+# Bytes that a program may have on the smallest GPU that runs this code: an A100 would have 163 KiB.
+SHARED_MEMORY = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Constants by which a kernel does other things, and not other sizes.
+PATHS = ("USE_TMA", "IS_DECODE", "IS_SPLIT", "BITS")
 INT64_POINTERS = {
     *("slot_mapping_ptr", "positions_ptr", "seeds_ptr"),
-    *("highest_ptr", "counts_ptr", "weights_ptr", "num_values_ptr"),
-    *("best_ptr", "nans_ptr", "chosen_ptr", "addresses_ptr"),
+    *("highest_ptr", "records_ptr"),
+    *("best_ptr", "nans_ptr", "chosen_ptr", "addresses_ptr", "order_ptr"),
+    *("rows_ptr", "token_ids_ptr"),
 }
 INT32_POINTERS = {
     *("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr", "top_k_ptr"),
-    *("tables_ptr", "table_size_ptr", "spread_ptr", "segments_ptr"),
+    *("tables_ptr", "table_size_ptr", "spread_ptr", "rows_ptr", "slots_ptr"),
+    *("ids_ptr", "first_pairs_ptr", "first_blocks_ptr"),
 }
 FP32_POINTERS = {
     *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
-    *("parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr"),
+    *("parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr", "weights_ptr"),
+    *("penalized_ptr", "repetition_ptr", "reductions_ptr", "raw_ptr", "found_ptr"),
 }
 FP32_NUMBERS = ("eps", "scale_log2", "value_scale")
 # Multiples of 16 for all models that are served fast.
 EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
 
 
-def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
-    for suite in ("test_triton_kernels.py", "test_triton_deterministic.py"):
-        assert "skipped" not in run_interpreted(Path(__file__).with_name(suite))
+@pytest.mark.parametrize("share", SHARES)
+def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter(share: str) -> None:
+    suites = (Path(__file__).with_name(f"test_triton_{name}.py") for name in SUITES)
+    assert "skipped" not in run_interpreted(share, *suites)
 
 
 def test_a_process_may_ask_for_rows_that_do_not_depend_on_their_batch() -> None:
-    from pdserve_kernels import name_of, select, use_deterministic
+    from pdserve_kernels import name_of, select, use_on_cuda
 
-    cuda, names = torch.device("cuda"), []
-    for is_wanted in (True, False):
-        use_deterministic(is_wanted)
-        kernels = select(cuda)
-        names.append(name_of(kernels))
+    for name in ("triton.deterministic", "triton"):
+        use_on_cuda(name)
+        kernels = select(torch.device("cuda"))
+        assert name_of(kernels) == name
+        is_wanted = name == "triton.deterministic"
         assert kernels.is_row_independent(torch.bfloat16) is is_wanted
         assert kernels.is_shard_independent(torch.bfloat16) is is_wanted
-    assert names == ["triton.deterministic", "triton"]
 
 
 class Case(NamedTuple):
@@ -71,21 +81,21 @@ class Case(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
-    # What an older one has no instructions for.
-    min_architecture: int = 80
+    architectures: tuple[int, ...] = ARCHITECTURES
     kv_dtype: str = "bf16"
+    dtype: str = "bf16"
 
     def compile(self, architecture: int) -> Any:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         names = self.kernel.arg_names
-        signature = {name: type_of(name, self.constants, self.kv_dtype) for name in names}
+        signature = {name: self.type_of(name) for name in names}
         is_even = {
-            index
-            for index, name in enumerate(names)
-            if (signature[name] != "constexpr" and name.startswith(EVEN_STRIDES))
-            or signature[name].startswith("*")
+            param.num
+            for param in self.kernel.params
+            if (signature[param.name] != "constexpr" and param.name.startswith(EVEN_STRIDES))
+            or (signature[param.name].startswith("*") and not param.do_not_specialize_on_alignment)
         }
         source = ASTSource(
             self.kernel,
@@ -97,50 +107,56 @@ class Case(NamedTuple):
         options |= {"enable_fp_fusion": True} | self.options
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
+    def type_of(self, name: str) -> str:
+        """Type an argument as serving passes it: int32 indices, int64 slots, and tensors."""
+        constants, kv_dtype = self.constants, self.kv_dtype
+        if name == "kv_rows" and constants["USE_TMA"]:
+            return f"tensordesc<{kv_dtype}[{constants['BLOCK_N']}, {constants['HEAD_DIM']}]>"
+        if name in constants or name == "kv_rows":
+            return "constexpr"
+        if name in INT64_POINTERS:
+            return "*i64"
+        if name in INT32_POINTERS:
+            return "*i32"
+        if name == "top_p_ptr":
+            return "*fp64"
+        if name in FP32_POINTERS:
+            return "*fp32"
+        if name == "integers_ptr":
+            return "*u8" if constants["BITS"] == 4 else "*i8"
+        if name == "zeros_ptr":
+            return "*i8"
+        if name == "fp8_ptr":
+            return "*fp8e4nv"
+        if name == "scales_ptr":
+            return f"*{self.dtype}" if constants.get("BITS") == 4 else "*fp32"
+        if name == "kv_cache_ptr":
+            return f"*{kv_dtype}"
+        if name.endswith("_ptr"):
+            return f"*{self.dtype}"
+        return "fp32" if name in FP32_NUMBERS or name.endswith("_scale") else "i32"
 
-def type_of(name: str, constants: dict[str, Any], kv_dtype: str) -> str:
-    """Type an argument as serving passes it: bf16 tensors, int32 indices, int64 slots."""
-    if name == "kv_rows" and constants["USE_TMA"]:
-        return f"tensordesc<{kv_dtype}[{constants['BLOCK_N']}, {constants['HEAD_DIM']}]>"
-    if name in constants or name == "kv_rows":
-        return "constexpr"
-    if name in INT64_POINTERS:
-        return "*i64"
-    if name in INT32_POINTERS:
-        return "*i32"
-    if name == "top_p_ptr":
-        return "*fp64"
-    if name in FP32_POINTERS:
-        return "*fp32"
-    if name == "integers_ptr":
-        return "*u8" if constants["BITS"] == 4 else "*i8"
-    if name == "zeros_ptr":
-        return "*i8"
-    if name == "scales_ptr":
-        return "*bf16" if constants["BITS"] == 4 else "*fp32"
-    if name == "kv_cache_ptr":
-        return f"*{kv_dtype}"
-    if name.endswith("_ptr"):
-        return "*bf16"
-    return "fp32" if name in FP32_NUMBERS or name.endswith("_scale") else "i32"
+
+def suffix_of(dtype: str) -> str:
+    return "" if dtype == "bf16" else f", {dtype}"
 
 
 def attention_cases(
-    head_dim: int, *, window: int, softcap: float, kv_dtype: str = "bf16"
+    head_dim: int, *, window: int, softcap: float, dtype: str = "bf16", kv_dtype: str | None = None
 ) -> list[Case]:
-    from pdserve_kernels.triton import attention
+    from pdserve_kernels.triton import attention, attention_tiles
 
     common = {"WINDOW": window, "SOFTCAP": softcap, "GROUP_SIZE": 4, "BLOCK_SIZE": 64}
     common |= {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
-    decodes = attention.decode_tile(4, head_dim)
-    # sm_80 has no such numbers.
-    oldest, suffix = (80, "") if kv_dtype == "bf16" else (90, ", FP8")
+    decodes = attention_tiles.decode_tile(TORCH_DTYPES[dtype], head_dim, 4)
+    architectures = ARCHITECTURES if kv_dtype is None else (90,)
+    suffix = suffix_of(dtype) if kv_dtype is None else ", FP8"
     cases = []
     for name, tile, is_split in (
         ("decodes", decodes, False),
         ("decodes, split", decodes, True),
-        ("chunks", chunk_tile(head_dim, has_tma=False), False),
-        ("chunks, TMA", chunk_tile(head_dim, has_tma=True), False),
+        ("chunks", chunk_tile(head_dim, dtype, has_tma=False), False),
+        ("chunks, TMA", chunk_tile(head_dim, dtype, has_tma=True), False),
     ):
         if name == "chunks, TMA" and not tile.use_tma:
             continue
@@ -160,21 +176,22 @@ def attention_cases(
                 constants,
                 tile.num_warps,
                 tile.num_stages,
-                min_architecture=90 if tile.use_tma else oldest,
-                kv_dtype=kv_dtype,
+                architectures=(90, 120) if tile.use_tma and kv_dtype is None else architectures,
+                kv_dtype=kv_dtype or dtype,
+                dtype=dtype,
             )
         )
-    if kv_dtype != "bf16":
+    if suffix:
         return cases
     merge = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "WINDOW": window, "NUM_SPLITS": 128}
     merge["BLOCK_N"] = decodes.block_n
     return [*cases, Case(f"attention {head_dim}, merge", attention._merge_kernel, merge, 2)]
 
 
-def chunk_tile(head_dim: int, *, has_tma: bool) -> Any:
-    from pdserve_kernels.triton import attention
+def chunk_tile(head_dim: int, dtype: str, *, has_tma: bool) -> Any:
+    from pdserve_kernels.triton import attention_tiles
 
-    return attention.chunk_tile(torch.bfloat16, 64, head_dim, 4, has_tma=has_tma)
+    return attention_tiles.chunk_tile(TORCH_DTYPES[dtype], 64, head_dim, 4, has_tma=has_tma)
 
 
 def deterministic_cases() -> list[Case]:
@@ -182,7 +199,7 @@ def deterministic_cases() -> list[Case]:
     from pdserve_kernels.triton.deterministic import split_attention, tree_linear
 
     exact = {"enable_fp_fusion": False}
-    tile = chunk_tile(128, has_tma=False)
+    tile = chunk_tile(128, "bf16", has_tma=False)
     common = {"WINDOW": 0, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
     common["SPLIT"] = split_attention.SPLIT
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "SOFTCAP": 0.0}
@@ -231,7 +248,7 @@ def layer_cases() -> list[Case]:
     heads_constants |= {"BLOCK_SIZE": 64, "BLOCK_HEADS": heads.BLOCK_HEADS} | half
     kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 64}
     heads_constants, kv = (constants | {"IS_FP8": False} for constants in (heads_constants, kv))
-    fp8: dict[str, Any] = {"min_architecture": 90, "kv_dtype": "fp8e4nv"}
+    fp8: dict[str, Any] = {"architectures": (90,), "kv_dtype": "fp8e4nv"}
     norm = {"HIDDEN": 4096, "BLOCK": 4096}
     return [
         Case("cache", cache._reshape_and_cache_kernel, kv),
@@ -256,21 +273,48 @@ def lora_cases() -> list[Case]:
     """Of a gate and an up projection."""
     from pdserve_kernels.triton import lora
 
-    blocks = {"BLOCK_ROWS": lora.BLOCK_ROWS, "BLOCK_RANKS": lora.BLOCK_RANKS}
-    shrink = blocks | {"NUM_INPUTS": 4096, "BLOCK_K": lora.BLOCK_K, "SPLIT_K": lora.SPLIT_K}
-    expand = blocks | {"NUM_OUTPUTS": 28_672, "NUM_SPLITS": 4, "BLOCK_OUT": lora.BLOCK_OUT}
+    blocks = {"TILE_ROWS": lora.TILE_ROWS, "BLOCK_RANKS": lora.BLOCK_RANKS}
+    shrink = blocks | {"NUM_INPUTS": 4096, "PART_INPUTS": 512, "BLOCK_K": lora.BLOCK_K}
+    expand = blocks | {"NUM_OUTPUTS": 28_672, "NUM_PARTS": 8, "BLOCK_OUT": lora.BLOCK_OUT}
     return [
         Case("lora, shrink", lora._shrink_kernel, shrink),
         Case("lora, expand", lora._expand_kernel, expand),
     ]
 
 
-def integer_cases() -> list[Case]:
+def moe_cases() -> list[Case]:
+    """Of 128 experts, of which a token has 8, and a router of 512."""
+    from pdserve_kernels.triton import moe
+
+    of_experts = {"NUM_EXPERTS": 128, "BLOCK_EXPERTS": 128, "BLOCK_K": 64}
+    blocks = {"BLOCK_ROWS": moe.BLOCK_ROWS, "BLOCK_OUT": moe.BLOCK_OUT}
+    route = {"TOP_K": 8, "RENORMALIZE": True, "NUM_INPUTS": 2048}
+    gate_up = blocks | {"TOP_K": 8, "NUM_INPUTS": 2048, "NUM_OUTPUTS": 768}
+    down = blocks | {"NUM_INPUTS": 768, "NUM_OUTPUTS": 2048}
+    total = {"TOP_K": 8, "BLOCK": moe.SUM_BLOCK}
+    routes = []
+    for count in (128, 512):
+        tile = moe.route_tile(count, torch.bfloat16)
+        del tile["num_stages"]
+        constants = route | tile | {"NUM_EXPERTS": count}
+        routes.append(
+            Case(f"experts, route of {count}", moe._route_kernel, constants, moe.ROUTE_WARPS)
+        )
+    return [
+        *routes,
+        Case("experts, gate and up", moe._gate_up_kernel, of_experts | gate_up, num_warps=8),
+        Case("experts, down", moe._down_kernel, of_experts | down),
+        Case("experts, sum", moe._sum_experts_kernel, total),
+    ]
+
+
+def integer_cases(dtype: str = "bf16") -> list[Case]:
     """Of an 8B model's down projection; as `--quantization` has them, and with zeros as AWQ has."""
-    from pdserve_kernels.triton import linear_int
+    from pdserve_kernels.triton import linear_int, split_sums
 
     common = {"NUM_INPUTS": 14_336, "BLOCK_K": linear_int.BLOCK_K}
     blocks = {"SPLIT_K": linear_int.SPLIT_K, "BLOCK_OUT": linear_int.BLOCK_OUT}
+    num_stages = linear_int.num_stages(TORCH_DTYPES[dtype])
     cases = []
     for name, bits, group_size, has_zeros in (
         ("int8", 8, 14_336, False),
@@ -280,34 +324,106 @@ def integer_cases() -> list[Case]:
         kind = {"BITS": bits, "GROUP_SIZE": group_size, "HAS_ZEROS": has_zeros}
         kind |= common | {"NUM_GROUPS": 14_336 // group_size}
         for rows in (16, 64):
-            constants = kind | blocks | {"BLOCK_ROWS": rows}
-            cases.append(
-                Case(f"linear {name}, {rows} rows", linear_int._linear_int_kernel, constants)
+            case = Case(
+                f"linear {name}, {rows} rows{suffix_of(dtype)}",
+                linear_int._linear_int_kernel,
+                kind | blocks | {"BLOCK_ROWS": rows},
+                num_stages=num_stages,
+                dtype=dtype,
             )
+            cases.append(case)
         dense = kind | {"BLOCK_OUT": linear_int.BLOCK_DENSE}
         cases.append(Case(f"dequantize {name}", linear_int._dequantize_kernel, dense))
-    total = {"NUM_SPLITS": 14, "HAS_BIAS": True, "BLOCK": 1024}
-    return [*cases, Case("linear, sum", linear_int._sum_kernel, total)]
+    total = {"NUM_SPLITS": 14, "HAS_BIAS": True, "BLOCK": split_sums.BLOCK}
+    return [*cases, Case("linear, sum", split_sums._sum_kernel, total)]
+
+
+def fp8_cases(dtype: str = "bf16") -> list[Case]:
+    """Of an 8B model's down projection: a scale for each output, or for blocks of 128 by 128."""
+    from pdserve_kernels.triton import linear_fp8
+
+    cases = []
+    for name, group_size in (("", 14_336), (", blocks", 128)):
+        kind = {"NUM_INPUTS": 14_336, "NUM_GROUPS": 14_336 // group_size, "GROUP_SIZE": group_size}
+        kind["BLOCK_K"] = linear_fp8.BLOCK_K
+        for rows in (16, 64, 2048):
+            tile = linear_fp8.tile_for(rows, TORCH_DTYPES[dtype])
+            blocks = {"BLOCK_ROWS": tile.block_rows, "BLOCK_OUT": tile.block_out}
+            case = Case(
+                f"linear fp8{name}, {rows} rows{suffix_of(dtype)}",
+                linear_fp8._linear_fp8_kernel,
+                kind | blocks | {"SPLIT_K": 14_336, "HAS_BIAS": True},
+                tile.num_warps,
+                tile.num_stages,
+                architectures=(89, 90),
+                dtype=dtype,
+            )
+            cases.append(case)
+        dense = kind | {"BLOCK_OUT": linear_fp8.BLOCK_DENSE}
+        cases.append(
+            Case(
+                f"dequantize fp8{name}",
+                linear_fp8._dequantize_fp8_kernel,
+                dense,
+                architectures=(90,),
+            )
+        )
+    return cases
+
+
+def fp32_cases() -> list[Case]:
+    """What takes the most shared memory: tiles of activations have twice the bytes. For the GPUs
+    that have the least of it.
+    """
+    cases = [*integer_cases("fp32"), *fp8_cases("fp32")]
+    cases += attention_cases(128, window=0, softcap=0.0, dtype="fp32")[:1]
+    cases += attention_cases(256, window=0, softcap=0.0, dtype="fp32")[2:]
+    return [
+        case._replace(architectures=case.architectures[:1])
+        for case in cases
+        if case.dtype == "fp32"
+    ]
 
 
 def sampling_cases() -> list[Case]:
     """What chooses tokens."""
-    from pdserve_kernels.triton import filters, sampling
+    from pdserve_kernels.triton import filters, logprobs, penalties, sampling
 
     exact = {"enable_fp_fusion": False}
+    search = {"SEARCH_BLOCK": filters.SEARCH_BLOCK}
     cases = [
-        Case("search", filters._search_kernel, {"BLOCK": 2048}, 16, options=exact),
+        Case(
+            "highest logit",
+            logprobs._highest_logit_kernel,
+            {"BLOCK": logprobs.BLOCK},
+            options=exact,
+        ),
+        Case("logprobs", logprobs._terms_kernel, {"BLOCK": logprobs.BLOCK}, options=exact),
+        Case("penalize", penalties._penalize_kernel, {"BLOCK": penalties.BLOCK}, options=exact),
         Case("choose", sampling._choose_kernel, {"BLOCK": 256, "HAS_VALUES": True}, options=exact),
     ]
     for has_mask in (False, True):
         masked = ", mask" if has_mask else ""
         constants = {"BLOCK": 1024, "HAS_MASK": has_mask}
-        for kernel in (filters._highest_kernel, filters._gather_kernel, sampling._argmax_kernel):
+        for kernel in (filters._highest_kernel, sampling._argmax_kernel):
             name = kernel.__name__.strip("_").removesuffix("_kernel")
             cases.append(Case(name + masked, kernel, constants, options=exact))
-        cases.append(Case("steps" + masked, filters._steps_kernel, constants, 8, options=exact))
         draw = constants | {"IS_FILTERED": has_mask}
         cases.append(Case("draw" + masked, sampling._draw_kernel, draw, options=exact))
+        for by_weight, unit in ((False, "number"), (True, "weight")):
+            steps = constants | {"BY_WEIGHT": by_weight}
+            rest = steps | search
+            what = f" by {unit}{masked}"
+            cases += [
+                Case("steps" + what, filters._steps_kernel, steps, 8, options=exact),
+                Case("pivots" + what, filters._pivots_kernel, rest, 8, options=exact),
+                Case("gather" + what, filters._gather_kernel, rest, options=exact),
+            ]
+    for by_weight, unit in ((False, "number"), (True, "weight")):
+        constants = search | {"BY_WEIGHT": by_weight}
+        cases.append(
+            Case(f"search by {unit}", filters._search_kernel, constants, 16, options=exact)
+        )
     return cases
 
 
@@ -318,7 +434,10 @@ def all_cases() -> list[Case]:
         *attention_cases(256, window=4096, softcap=50.0),
         *layer_cases(),
         *lora_cases(),
+        *moe_cases(),
         *integer_cases(),
+        *fp8_cases(),
+        *fp32_cases(),
         *sampling_cases(),
         *deterministic_cases(),
     ]
@@ -330,7 +449,7 @@ def test_every_kernel_has_a_case() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sampled(ARCHITECTURES, 90))
 def test_decodes_and_chunks_are_multiplied_and_reduced_alike(
     architecture, tmp_path, monkeypatch
 ) -> None:
@@ -348,16 +467,32 @@ def test_decodes_and_chunks_are_multiplied_and_reduced_alike(
     assert found[0] == found[1]
 
 
+def sampled_cases() -> list[ParameterSet]:
+    """All cases for all their architectures; `make test` has the first one of each path through a
+    kernel, in each dtype, on the newest, and of each kernel on each.
+    """
+    parameters, seen = [], set()
+    for case in all_cases():
+        path = (case.dtype, case.kv_dtype, *(case.constants.get(name) for name in PATHS))
+        for architecture in case.architectures:
+            kinds = {(case.kernel, architecture)}
+            if architecture == case.architectures[-1]:
+                kinds.add((case.kernel, path))
+            is_first = not kinds <= seen
+            seen |= kinds
+            parameters.append(
+                pytest.param(
+                    case,
+                    architecture,
+                    id=f"{case.name}-{architecture}",
+                    marks=() if is_first else pytest.mark.soak,
+                )
+            )
+    return parameters
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-@pytest.mark.parametrize(
-    ("case", "architecture"),
-    [
-        pytest.param(case, architecture, id=f"{case.name}-{architecture}")
-        for case in all_cases()
-        for architecture in ARCHITECTURES
-        if architecture >= case.min_architecture
-    ],
-)
+@pytest.mark.parametrize(("case", "architecture"), sampled_cases())
 def test_kernels_take_what_the_table_says(case, architecture, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = case.compile(architecture)

@@ -18,8 +18,10 @@ from pdserve_engine.kv_transfer.compatibility import (
     model_digest,
 )
 from pdserve_engine.kv_transfer.links import find_mismatch, make_hello
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.quantization import Quantization
+from pdserve_engine.models.config import LlamaConfig, ModelConfig, PoolerConfig, VisionConfig
+from pdserve_engine.models.experts import ExpertNames, ExpertsConfig
+from pdserve_engine.models.quantization import IntQuantization
+from pdserve_engine.models.rope import RopeConfig
 from support.handoff import make_identity
 
 CONFIG = ModelConfig(
@@ -35,6 +37,19 @@ CONFIG = ModelConfig(
     dtype=torch.bfloat16,
     eos_token_ids=(2,),
 )
+DENSE = LlamaConfig(
+    **{field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)},
+    intermediate_size=128,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    tie_word_embeddings=False,
+    has_qkv_bias=False,
+    has_attention_output_bias=False,
+    has_mlp_bias=False,
+    has_qk_norm=False,
+)
+# Computed by workers that knew of neither experts nor pictures.
+DENSE_HASH = "c45d0835ac3713f950e35792bff2ad2fd70a7284d02e251dafcc0d1b4b5168e8"
 LAYOUT = KVLayout(
     groups=(KVGroup(id=0, layers=(0, 1), kind=KVGroupKind.FULL, window=0),),
     block_size=16,
@@ -64,7 +79,15 @@ OTHER_CONFIGS: dict[str, Any] = {
     "attention_windows": (None, None),
     "dtype": torch.float32,
     "eos_token_ids": (2, 3),
-    "quantization": Quantization(method="load", bits=8, group_size=None),
+    "vision": VisionConfig(
+        image_token_id=5,
+        num_image_tokens=4,
+        image_size=16,
+        rescale_factor=1 / 255,
+        image_mean=(0.5,) * 3,
+        image_std=(0.5,) * 3,
+    ),
+    "quantization": IntQuantization(method="load", bits=8, group_size=None),
 }
 
 
@@ -132,7 +155,8 @@ CHANGES: dict[str, Callable[[Setup], Setup]] = {
 
 
 def test_the_changes_below_are_all() -> None:
-    left_out = {"max_model_len", "has_fp8_kv"}  # what the second does, the layout tells
+    # What the second does, the layout tells; what pools hands nothing over.
+    left_out = {"max_model_len", "has_fp8_kv", "pooler"}
     assert OTHER_CONFIGS.keys() | left_out == {field.name for field in fields(ModelConfig)}
     assert set(OTHER_LAYOUTS) == {field.name for field in fields(KVLayout)}
 
@@ -150,6 +174,29 @@ def test_what_may_differ_does_not_change_it(setup: Setup) -> None:
     assert (
         setup._replace(processors=("b", "a")).hash() == setup._replace(processors=("a", "b")).hash()
     )
+
+
+def test_dense_models_hash_as_before_there_were_experts(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of two builds serve together while one replaces the other."""
+    monkeypatch.setattr(compatibility, "xgrammar_version", lambda: "0.1.0")
+    assert setup._replace(config=DENSE).hash() == DENSE_HASH
+
+
+def test_experts_change_it(setup: Setup) -> None:
+    experts = ExpertsConfig(
+        num_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=128,
+        norm_topk_prob=True,
+        layers=(0, 1),
+        names=ExpertNames(),
+    )
+    hashes = {setup._replace(config=DENSE).hash()}
+    for change in (experts, replace(experts, num_experts_per_tok=1)):
+        hashes.add(setup._replace(config=replace(DENSE, experts=change)).hash())
+    assert len(hashes) == 3
 
 
 @pytest.mark.parametrize("version", ["0.0.1", None])
@@ -189,6 +236,16 @@ def test_where_kv_lies_makes_no_other_model(setup: Setup, name: str) -> None:
     """Such workers cannot exchange KV, and compute the same tokens."""
     before = setup.model()
     assert CHANGES[name](setup).model() == before
+
+
+def test_the_same_weights_that_pool_are_another_model(setup: Setup) -> None:
+    pooler = PoolerConfig(
+        tasks=("embed",), pooling_type="last", activation="normalize", use_activation=True
+    )
+    models = {setup.model()}
+    for change in (pooler, replace(pooler, pooling_type="mean")):
+        models.add(setup._replace(config=replace(CONFIG, pooler=change)).model())
+    assert len(models) == 3
 
 
 @pytest.mark.parametrize("name", [*MODEL_CHANGES, "logits_processors"])

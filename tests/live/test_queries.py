@@ -1,5 +1,6 @@
 """Every query that the chart brings returns numbers from the running system."""
 
+import itertools
 import math
 import random
 import string
@@ -46,6 +47,11 @@ def begun_on_decode() -> Iterator[dict[str, object]]:
         yield {"prompt": start + letters(100)}
 
 
+def returning() -> Iterator[dict[str, object]]:
+    """Prompts that come back when the pool has forgotten them, and a tier has not."""
+    yield from itertools.cycle([{"prompt": letters(900), "max_tokens": 1} for _ in range(16)])
+
+
 def letters(count: int) -> str:
     return "".join(random.choices(string.ascii_lowercase, k=count))
 
@@ -56,7 +62,8 @@ def test_all_queries_have_data(world: World) -> None:
     large = world.load(clients=1, pause_s=0.5, fields=lambda: {"user": "x" * INLINE_BYTES})
     constrained = world.load(clients=1, pause_s=0.5, fields=new_grammar)
     begun = world.load(clients=1, pause_s=0.5, fields=partial(next, begun_on_decode()))
-    with world.restored(), world.load(clients=8, max_tokens=48), large, constrained, begun:
+    back = world.load(clients=1, pause_s=0.1, fields=partial(next, returning()))
+    with world.restored(), world.load(clients=8, max_tokens=48), large, constrained, begun, back:
         time.sleep(3)
         world.cluster.controls("decode-0").inject("remote_disconnect", count=4)
         world.cluster.kill(VICTIM)

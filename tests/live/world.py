@@ -110,7 +110,7 @@ def make_world(model: Path, folder: Path) -> Iterator[World]:
     cluster = Cluster(
         model=model,
         log_dir=folder,
-        flags={"num-blocks": 400, "kv-checksums": True},
+        flags={"num-blocks": 400, "kv-checksums": True, "kv-offload-host-bytes": 2**28},
         # Sooner than a decode worker that hangs gives up (5 s), and later than one that is
         # full has room again.
         prefill_flags={"kv-session-timeout-s": 4.5},

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and
 from fake_model import make_model_dir
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_router.api import edge_processes
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import CLOSE_GRACE_S, RouterServer
@@ -37,6 +38,12 @@ from support.router_stack import (
 from support.waiting import until
 
 LORA_REQUESTS = "pdserve_lora_requests_total"
+
+
+@pytest.fixture(autouse=True)
+def patient_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tokenizes large requests starts as late as a busy machine lets it."""
+    monkeypatch.setattr(edge_processes, "START_TIMEOUT_S", 600.0)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +124,7 @@ def start_stack(
                 await fake.start()
                 stack.push_async_callback(fake.close)
             defaults: dict[str, object] = {
+                "model": str(model_dir),
                 "host": "127.0.0.1",
                 "grpc_port": 0,
                 "http_port": 0,
@@ -124,7 +132,6 @@ def start_stack(
             }
             server = RouterServer(
                 RouterConfig(
-                    model=str(model_dir),
                     prefill=sources(prefill, prefills),
                     decode=sources(decode, decodes),
                     **{**defaults, **config},
@@ -175,7 +182,7 @@ async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 @pytest.fixture
 async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the stack's HTTP port."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
         yield client
 
 

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pdserve_common.errors import InvalidRequestError
 
@@ -43,3 +46,31 @@ async def wait(processor, raw: bytes, file: str) -> str:
     while not os.path.exists(file):  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(0.01)
     return "waited"
+
+
+class SlowInput:
+    """Notes in which turn of the event loop each of them is taken over, which takes a while."""
+
+    # Of the process that takes them over.
+    turn = 0
+    turns: ClassVar[list[int]] = []
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(0.002)
+        self.turns.append(SlowInput.turn)
+
+    def __getstate__(self) -> object:
+        return True
+
+
+async def many(processor, raw: bytes, num_inputs: int) -> tuple[tuple[SlowInput, ...], str]:
+    return tuple(SlowInput() for _ in range(num_inputs)), "options"
+
+
+@dataclass
+class Inputs:
+    inputs: tuple[SlowInput, ...]
+
+
+async def many_within(processor, raw: bytes, num_inputs: int) -> Inputs:
+    return Inputs((await many(processor, raw, num_inputs))[0])

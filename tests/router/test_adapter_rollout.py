@@ -95,6 +95,60 @@ async def test_where_one_refuses_nobody_has_it(number: int, has_old: bool) -> No
     await stage.pool.close()
 
 
+async def test_it_is_taken_back_from_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, workers = await started(2, 2)
+    refusing, *others = (worker.address for worker in stage.workers)
+    workers.refusals[refusing] = FailedPreconditionError("all are pinned")
+    asked: list[str] = []
+    are_all_asked = asyncio.Event()
+
+    async def freeze(address: str, name: str, digest: str = "") -> None:
+        asked.append(address)
+        if len(asked) == len(others):
+            are_all_asked.set()
+        await are_all_asked.wait()
+        raise NoWorkerError(f"worker {address}: (DEADLINE_EXCEEDED)")
+
+    monkeypatch.setattr(workers, "remove_lora", freeze)
+    loading = AdapterRollout(stage.pool, workers).load(dataclasses.replace(LORA, digest=NEW))
+    with pytest.raises(FailedPreconditionError, match="all are pinned"):
+        await asyncio.wait_for(loading, 30)
+    assert sorted(asked) == sorted(others)
+    await stage.pool.close()
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("has_old", [False, True])
+async def test_where_one_loads_it_too_late_nobody_has_it(number: int, has_old: bool) -> None:
+    stage, workers = await started(2, 2)
+    rollout = AdapterRollout(stage.pool, workers)
+    before: tuple[LoRAAdapter, ...] = ()
+    if has_old:
+        workers.contents = {worker.address: OLD for worker in stage.workers}
+        before = (dataclasses.replace(await rollout.load(LORA), path="x"),)
+        workers.contents = {}
+    workers.late = {stage.workers[number].address}
+    # What the first one has loaded only its answer says, unless the call does.
+    lora = dataclasses.replace(LORA, digest=NEW if has_old else "")
+    with pytest.raises(NoWorkerError, match="DEADLINE_EXCEEDED"):
+        await rollout.load(lora)
+    assert workers.holders(NEW) == []
+    assert stage.pool.listed_adapters() == before
+    await stage.pool.close()
+
+
+async def test_an_extension_that_is_too_late_is_taken_back() -> None:
+    stage, workers = await started(2, 2)
+    rollout = AdapterRollout(stage.pool, workers)
+    adapter = dataclasses.replace(await rollout.load(LORA, num_workers=1), path="x")
+    others = [w for w in stage.workers if w not in workers.holders(NEW)]
+    workers.late = {others[0].address}
+    with pytest.raises(NoWorkerError, match="DEADLINE_EXCEEDED"):
+        await rollout.extend(adapter, others)
+    assert len(workers.holders(NEW)) == 2
+    await stage.pool.close()
+
+
 async def test_two_changes_do_not_mix() -> None:
     stage, workers = await started(2, 2)
     rollout = AdapterRollout(stage.pool, workers)

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -206,6 +206,43 @@ async def test_where_one_of_a_pair_refuses_neither_has_it() -> None:
     await stage.close()
 
 
+async def extends_nothing(adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+    return False
+
+
+async def test_those_that_start_again_get_what_they_had_once_requests_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(2, 3)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=2)
+    before = stage.holders()
+    restarted = [before[0], next(w for w in before if w.role is not before[0].role)]
+    for worker in restarted:
+        stage.workers.digests[worker.address].clear()
+        stage.pools.attach(worker, epoch="2")
+        stage.load(worker, 0)
+        worker.forgotten = frozenset({NEW, "e" * 64})
+    stage.workers.refusals[restarted[1].address] = FailedPreconditionError("other folders")
+    # Nobody is asked while an operator changes adapters, and nothing is lost by that.
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.rollout, "extend", extends_nothing)
+        assert await stage.request(after_s=adapter_scale_out.SETTLE_S) == []
+    calls = [await stage.request(after_s=adapter_scale_out.SETTLE_S) for _ in range(4)]
+    # One after the other, and who refuses is not asked again.
+    assert sorted(map(len, calls)) == [0, 0, 1, 1]
+    assert {address for each in calls for address in each} == {w.address for w in restarted}
+    assert set(stage.holders()) == set(before) - {restarted[1]}
+    assert stage.counted() == (1, 1)
+    # Nor is what has been taken away.
+    for worker in before:
+        worker.forgotten = frozenset({NEW})
+    await stage.rollout.unload("a")
+    assert await stage.request(after_s=100) == []
+    assert not any(NEW in worker.forgotten for worker in before)
+    await stage.close()
+
+
 async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() -> None:
     stage = Stage(2, 2)
     await stage.start()
@@ -219,7 +256,7 @@ async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() ->
         stage.now += 100
         stage.scale_out.on_request(REQUEST)
     await asyncio.gather(unload, stage.idle())
-    assert len(stage.workers.calls) - num_calls in (2, 6)
+    assert len(stage.workers.calls) - num_calls in (2, 4, 6)
     assert stage.holders() == []
     # The other way round: nothing is loaded for a name that has gone.
     await stage.rollout.load(LORA, num_workers=1)
@@ -230,6 +267,37 @@ async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() ->
     await unload
     assert stage.holders() == []
     assert stage.counted()[1] == 0
+    await stage.close()
+
+
+@pytest.mark.parametrize("num_hanging", [1, 2])
+async def test_what_is_asked_for_does_not_wait_for_a_load_that_is_not(num_hanging: int) -> None:
+    stage = Stage(2, 2)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    others = [w for w in stage.pools.workers if w not in stage.holders()]
+    stage.workers.hanging = {worker.address for worker in others[:num_hanging]}
+    stage.scale_out.on_request(REQUEST)
+    await asyncio.sleep(0.01)
+    # One is there already, and goes as well.
+    assert len(stage.holders()) == 4 - num_hanging
+    await asyncio.wait_for(stage.rollout.unload("a"), 5)
+    await stage.idle()
+    assert stage.holders() == []
+    assert stage.counted() == (0, 0)
+    # Nor for one whose turn comes between two that are asked for.
+    stage.workers.hanging = set()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    others = [w for w in stage.pools.workers if w not in stage.holders()]
+    stage.workers.hanging = {worker.address for worker in others}
+    first = asyncio.create_task(stage.rollout.load(LORA, num_workers=1))
+    stage.now += 100
+    await asyncio.sleep(0)
+    stage.scale_out.on_request(REQUEST)
+    await asyncio.wait_for(asyncio.gather(first, stage.rollout.unload("a"), stage.idle()), 5)
+    assert stage.holders() == []
     await stage.close()
 
 
@@ -271,5 +339,6 @@ async def test_adapters_without_end_are_not_remembered_for_ever() -> None:
     await stage.start()
     for number in range(3 * adapter_scale_out.MAX_REMEMBERED):
         await stage.request(LoRARequest(lora_name="a", digest=str(number)), after_s=0.001)
+        assert str(number) in stage.scale_out._turns
     assert len(stage.scale_out._turns) <= adapter_scale_out.MAX_REMEMBERED
     await stage.close()

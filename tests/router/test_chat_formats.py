@@ -193,6 +193,7 @@ SCRAPS = st.sampled_from(
 JUNK = st.lists(SCRAPS | st.text(max_size=3), max_size=30).map("".join)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(FORMATS)), JUNK, st.sampled_from(ReasoningStart), st.data())
 @example("qwen3_coder", "<function=f><parameter=x>" + "[" * 100_000 + "</parameter>", *[None] * 2)
 def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, start, data) -> None:

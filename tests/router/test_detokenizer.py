@@ -101,6 +101,29 @@ def test_a_sentencepiece_style_decoder_keeps_its_spaces() -> None:
     assert pieces == ["hello", " world", "s", " world"]
 
 
+@pytest.mark.parametrize("spaced", [False, True])
+def test_spaces_between_special_tokens_are_those_of_the_decoder_unless_unwanted(
+    spaced: bool,
+) -> None:
+    """As in vLLM: it is about added tokens next to each other."""
+    vocab = {"[UNK]": 0, "hello": 1, "world": 2, "##ly": 3}
+    backend = BackendTokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[A]", "[B]"])
+    backend.add_tokens(["<think>"])
+    detokenizer = Detokenizer(
+        backend,
+        skipped=frozenset(),
+        texts=TokenTexts(backend, vocab_size=7),
+        unspaced={} if spaced else {4: "[A]", 5: "[B]", 6: "<think>"},
+    )
+    token_ids = [4, 5, 1, 3, 4, 4, 6, 5, 2, 5]
+    text = "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
+    expected = backend.decode(token_ids, skip_special_tokens=False)
+    assert expected == "[A] [B] helloly [A] [A] <think> [B] world [B]"
+    assert text == (expected if spaced else "[A][B] helloly [A][A]<think>[B] world [B]")
+
+
 @pytest.mark.parametrize(
     ("stop", "include", "expected"),
     [

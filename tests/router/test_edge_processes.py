@@ -22,8 +22,10 @@ from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, Edg
 from pdserve_router.requests.input_processor import InputProcessor
 from support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def settings(model_dir: Path) -> EdgeSettings:
@@ -36,6 +38,7 @@ def settings(model_dir: Path) -> EdgeSettings:
         max_deadline_s=90,
         chat_format="auto",
         share_prefixes=False,
+        max_images_per_prompt=8,
     )
 
 
@@ -59,7 +62,7 @@ class Edge:
 
 @pytest.fixture
 async def edge(tokenizer, model_dir, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     edge = Edge(tokenizer, model_dir)
     before = psutil.Process().children()
     yield edge
@@ -101,6 +104,26 @@ async def test_a_small_request_is_done_here_and_a_large_one_elsewhere(edge) -> N
     assert edge.count("done") == 2
 
 
+@pytest.mark.parametrize("job", [edge_jobs.many, edge_jobs.many_within])
+async def test_others_have_their_turns_while_many_inputs_are_taken_over(
+    edge, monkeypatch, job
+) -> None:
+    monkeypatch.setattr(edge_jobs.SlowInput, "turns", [])
+
+    async def count_turns() -> None:
+        while True:
+            edge_jobs.SlowInput.turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    answer = await edge.run(job, 5)
+    counting.cancel()
+    inputs = answer.inputs if job is edge_jobs.many_within else answer[0]
+    assert len(inputs) == 5
+    turns = edge_jobs.SlowInput.turns
+    assert len(turns) == len(set(turns)) == 5, "each once, and in a turn of its own"
+
+
 async def test_what_is_forked_has_one_thread(edge) -> None:
     await edge.run(edge_jobs.report)
     assert template().num_threads() == 1
@@ -140,7 +163,7 @@ async def test_one_that_needs_too_much_memory_is_refused(edge) -> None:
 async def test_those_of_one_client_that_hang_end_and_do_not_hold_up_others(
     tokenizer, model_dir, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setattr(edge_processes, "JOB_TIMEOUT_S", 3.0)
     edge = Edge(tokenizer, model_dir)
     await edge.run(edge_jobs.report)
@@ -188,7 +211,7 @@ async def test_one_whose_client_has_left_ends_and_gives_its_slot_back(edge, tmp_
 async def test_when_the_process_that_is_copied_ends_another_one_is_started(
     tokenizer, model_dir, monkeypatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     edge = Edge(tokenizer, model_dir, restart_after_s=0.0)
     await edge.run(edge_jobs.report)
     first = template()
@@ -219,7 +242,7 @@ async def main():
     settings = EdgeSettings(
         model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",
         default_deadline_s=60, max_deadline_s=90, chat_format="auto",
-        share_prefixes=False,
+        share_prefixes=False, max_images_per_prompt=8,
     )
     edge = EdgeProcesses(None, settings, RouterMetrics(CollectorRegistry()))
     await edge.run(edge_jobs.hang, b"", sys.argv[2], client="a", is_small=False)

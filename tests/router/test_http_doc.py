@@ -12,16 +12,28 @@ from pdserve_router.api.openai_fields import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_POOLING,
+    REFUSED_IN_RERANK,
+    REFUSED_IN_RESPONSES,
     WITHOUT_EFFECT,
 )
 from pdserve_router.api.openai_format import ERROR_STATUSES, http_status
 from pdserve_router.api.openai_types import (
     ChatCompletionBody,
+    ChoicesBody,
     CompletionBody,
     GenerationBody,
     StreamOptions,
 )
 from pdserve_router.api.openapi import OPERATIONS
+from pdserve_router.api.pooling_types import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolBody,
+    RerankBody,
+    ScoreBody,
+)
+from pdserve_router.api.responses_types import ResponsesBody
 
 DOC = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 MODEL = "pdserve-tiny"
@@ -29,6 +41,7 @@ INFO = {"model": MODEL, "served_fields": ("structured_outputs",)}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+RESPONSES = "/v1/responses"
 BLOCK = re.compile(
     r"```http\n(?P<method>\w+) (?P<path>\S+)\n(?P<body>.*?)```\n\n"
     r"```(?P<kind>json|sse)(?: (?P<status>\d+))?\n(?P<answer>.*?)```",
@@ -36,19 +49,53 @@ BLOCK = re.compile(
 )
 
 
+# A model that pools, for a section of its own.
+POOLING = "Vectors, classes and scores"
+POOLING_INFO = {
+    "model": MODEL,
+    "tasks": ("embed", "classify", "score"),
+    "embedding_size": 4,
+    "is_matryoshka": True,
+    "eos_token_ids": (),
+}
+POOLING_BODIES = {
+    "embeddings": ("/v1/embeddings", EmbeddingBody, {"input": "a"}),
+    "pooling": ("/pooling", PoolBody, {"input": "a"}),
+    "classify": ("/classify", ClassifyBody, {"input": "a"}),
+    "score": ("/score", ScoreBody, {"text_1": "a", "text_2": "b"}),
+    "rerank": ("/rerank", RerankBody, {"query": "a", "documents": ["b"]}),
+}
+
+
 @pytest.fixture
 async def http(start_stack):
     async with (
         start_stack(http=True, served_model_name=MODEL, info=INFO) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
+    ):
+        yield http
+        await stack.assert_idle()
+
+
+@pytest.fixture
+async def pooling_http(start_stack):
+    async with (
+        start_stack(
+            prefill=1, decode=0, http=True, served_model_name=MODEL, info=POOLING_INFO
+        ) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
         yield http
         await stack.assert_idle()
 
 
+def section_of(name: str) -> str:
+    return DOC.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
+
+
 def table(section: str, number: int = 0) -> list[list[str]]:
     """The cells of a section's table."""
-    text = DOC.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    text = section_of(section)
     tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
     rows = tables[number].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
@@ -80,9 +127,15 @@ def assert_equal(documented: object, found: object) -> None:
         assert documented == found
 
 
-async def test_every_example_is_answered_as_it_says(http) -> None:
-    examples = list(BLOCK.finditer(DOC))
-    assert len(examples) == DOC.count("```http")
+async def test_every_example_is_answered_as_it_says(http, pooling_http) -> None:
+    pooling = section_of(POOLING)
+    await run_examples(http, DOC.replace(pooling, ""))
+    await run_examples(pooling_http, pooling)
+
+
+async def run_examples(http, text: str) -> None:
+    examples = list(BLOCK.finditer(text))
+    assert len(examples) == text.count("```http")
     for example in examples:
         body = json.loads(example["body"]) if example["body"].strip() else None
         response = await http.request(example["method"], example["path"], json=body)
@@ -104,11 +157,23 @@ def test_every_endpoint_is_there() -> None:
 
 
 def test_the_tables_have_every_field() -> None:
-    shared = GenerationBody.model_fields.keys()
+    shared = ChoicesBody.model_fields.keys()
     assert names(table("Fields of both")) == list(shared)
-    assert names(table("Fields of both", 1)) == list(StreamOptions.model_fields)
+    options = table("Fields of both", 1)
+    assert names(options) == list(StreamOptions.model_fields)
+    assert {len(row) for row in options} == {2}
     for section, body in (("Chat", ChatCompletionBody), ("Completions", CompletionBody)):
         assert set(names(table(section))) == body.model_fields.keys() - shared
+    assert names(table("Responses")) == [
+        name for name in ResponsesBody.model_fields if name not in GenerationBody.model_fields
+    ]
+    without = section_of("Responses").split("fields of both are served as well, but ", 1)[1]
+    without = without.split(".", 1)[0]
+    assert re.findall(r"`(\w+)`", without) == [
+        name for name in shared if name not in GenerationBody.model_fields
+    ]
+    assert names(table("Responses", 1)) == list(REFUSED_IN_RESPONSES)
+    assert ResponsesBody.refused.keys() == {*REFUSED, *REFUSED_IN_RESPONSES}
     assert names(table("Fields without effect")) == list(WITHOUT_EFFECT)
     refused = [(row[0].strip("`"), row[1]) for row in table("Fields that are refused")]
     assert sorted(refused) == sorted(
@@ -124,6 +189,34 @@ def test_the_tables_have_every_field() -> None:
         assert f"`{name}`" in DOC
 
 
+def bodies_of(cell: str) -> list[str]:
+    return list(POOLING_BODIES) if cell == "all" else cell.split(", ")
+
+
+def test_the_tables_of_vectors_have_every_field() -> None:
+    fields, refused = table(POOLING, 0), table(POOLING, 1)
+    for name, (_, body, _) in POOLING_BODIES.items():
+        own = {row[0].strip("`") for row in fields if name in bodies_of(row[1])}
+        assert own == body.model_fields.keys()
+        own = {row[0].strip("`") for row in refused if name in bodies_of(row[1])}
+        assert own == body.refused.keys()
+    assert {**REFUSED_IN_POOLING, **REFUSED_IN_RERANK}.keys() == set(names(refused))
+
+
+async def test_fields_of_vectors_are_as_the_tables_say(pooling_http) -> None:
+    for name, cell, example, _ in table(POOLING, 0):
+        for path, _, body in map(POOLING_BODIES.__getitem__, bodies_of(cell)):
+            fields = json.loads("{" + example.strip("`") + "}")
+            assert name.strip("`") in fields
+            response = await pooling_http.post(path, json={**body, **fields})
+            assert response.status_code == 200, (name, response.text)
+    for name, cell, taken in table(POOLING, 1):
+        for path, _, body in map(POOLING_BODIES.__getitem__, bodies_of(cell)):
+            for value in code(taken):
+                response = await pooling_http.post(path, json={**body, name.strip("`"): value})
+                assert response.status_code == 200, (name, value)
+
+
 @pytest.mark.parametrize("section", ["Chat", "Completions", "Fields of both"])
 async def test_the_example_of_each_field_is_served(http, section) -> None:
     for path, body in ((PATHS["chat"], CHAT), (PATHS["completions"], COMPLETION)):
@@ -136,6 +229,22 @@ async def test_the_example_of_each_field_is_served(http, section) -> None:
                 limit = {} if "max_completion_tokens" in fields else {"max_tokens": 16}
                 response = await http.post(path, json={**body, **limit, **fields})
                 assert response.status_code == 200, (name, response.text)
+
+
+async def test_fields_of_responses_are_as_the_tables_say(http) -> None:
+    unserved = ChoicesBody.model_fields.keys() - GenerationBody.model_fields.keys()
+    shared = [row for row in table("Fields of both") if row[0].strip("`") not in unserved]
+    for name, example, _ in (*table("Responses"), *shared):
+        fields = json.loads("{" + example.strip("`") + "}")
+        limit = fields.pop("max_tokens", 16)
+        body = {"input": "hello", "max_output_tokens": limit, **fields}
+        response = await http.post(RESPONSES, json=body)
+        assert response.status_code == 200, (name, response.text)
+    both = [(name, taken) for name, of, taken in table("Fields that are refused") if of == "both"]
+    for name, taken in (*table("Responses", 1), *both):
+        for value in code(taken):
+            body = {"input": "hello", name.strip("`"): value}
+            assert (await http.post(RESPONSES, json=body)).status_code == 200, (name, value)
 
 
 async def test_the_example_of_each_field_without_effect_is_taken(http) -> None:
@@ -165,7 +274,10 @@ async def test_answers_have_the_headers_of_the_table(http) -> None:
     own = {name for name in response.headers if name.startswith(("pdserve-", "x-"))}
     stages = {name for name in own if name.endswith("-ms")}
     assert stages
-    assert own - stages | {"pdserve-*-ms", "retry-after", "www-authenticate"} == documented
+    limits = {name for name in documented if name.startswith("x-ratelimit-")}
+    assert len(limits) == 6  # test_rate_limits.py has them
+    own |= {"pdserve-*-ms", "retry-after", "www-authenticate"}
+    assert own - stages | limits == documented
 
 
 def test_the_table_of_errors_has_every_status() -> None:

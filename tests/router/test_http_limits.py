@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,7 +42,7 @@ async def answer_to(port: int, data: bytes) -> bytes:
 
 
 async def complete(stack: Any, body: dict[str, Any] = BODY) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
         return await http.post("/v1/completions", json=body)
 
 
@@ -177,6 +178,22 @@ async def test_silent_connections_make_room(
         assert stack.metric(LIMITED, server="http", limit="made_room") > 0
 
 
+async def test_whose_request_is_there_makes_no_room_however_late_it_is_read(
+    start_stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "MIN_IDLE_S", 0)
+    async with start_stack(http=True, max_http_connections=1) as stack:
+        address = "127.0.0.1", stack.server.http_port
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*address)
+            await asyncio.sleep(0.05)  # until it is taken
+            # The router's loop, which is this one, finds both at once.
+            with socket.create_connection(address):
+                writer.write(GET + b"connection: close\r\n\r\n")
+                assert (await reader.read(-1)).startswith(b"HTTP/1.1 ")
+            writer.close()
+
+
 @pytest.mark.parametrize(
     ("flags", "limit", "message"),
     [
@@ -199,7 +216,7 @@ async def test_one_too_many_is_told_when_to_come_back(
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["message"] == message
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
             assert (await http.get("/health")).status_code == 200
         assert stack.metric(LIMITED, server="http", limit=limit) >= 3
         may_end.set()
@@ -230,6 +247,7 @@ async def test_handshakes_have_a_deadline(
         await until(lambda: stack.metric(LIMITED, server="http", limit="bad_handshake") == 3)
 
 
+@pytest.mark.slow
 async def test_of_unfinished_bodies_few_are_held_and_others_come_through(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

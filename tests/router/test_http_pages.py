@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from pdserve_common.version import VERSION
 from pdserve_router.api.openai_fields import REFUSED_IN_COMPLETIONS, WITHOUT_EFFECT
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.pooling_types import ClassifyBody, PoolBody, RerankBody, ScoreBody
 from pdserve_router.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -55,10 +56,10 @@ async def test_special_tokens_around_a_text(start_stack, model_dir, monkeypatch)
     tokenizer.backend.post_processor = TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
     )
-    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **options: tokenizer)
     async with (
         start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         for fields, expected in (({}, [0, *plain]), ({"add_special_tokens": False}, plain)):
             body = {"prompt": "hello", **fields}
@@ -94,6 +95,7 @@ async def test_bad_bodies_are_refused_by_name(http, path, body, param) -> None:
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 async def test_large_texts_are_tokenized_beside_the_event_loop(http, stack) -> None:
     """Where large requests are, which counts them."""
     text = "the quick brown fox " * 5000
@@ -105,7 +107,7 @@ async def test_large_texts_are_tokenized_beside_the_event_loop(http, stack) -> N
 async def test_the_description_is_of_the_models_that_parse(http) -> None:
     spec = (await http.get("/openapi.json")).json()
     assert spec["openapi"].startswith("3.1")
-    for body in (CompletionBody, ChatCompletionBody):
+    for body in (CompletionBody, ChatCompletionBody, PoolBody, ClassifyBody, ScoreBody, RerankBody):
         schema = spec["components"]["schemas"][body.__name__]
         jsonschema.Draft202012Validator.check_schema(schema)
         described = schema["properties"].keys()
@@ -119,22 +121,37 @@ async def test_the_description_is_of_the_models_that_parse(http) -> None:
     assert references == spec["components"]["schemas"].keys()
 
 
-async def test_every_path_is_described_and_answers_as_described(http) -> None:
+POOLED = {"tasks": ("embed", "classify", "score"), "embedding_size": 4}
+
+
+async def test_every_path_is_described_and_answers_as_described(http, start_stack) -> None:
     spec = (await http.get("/openapi.json")).json()
+    inputs, pairs = {"input": ["a", "b"]}, {"text_1": "a", "text_2": "b"}
+    ranked = {"query": "a", "documents": ["b"]}
+    pooled = {
+        **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/v1/classify"), inputs),
+        **dict.fromkeys(("/score", "/v1/score"), pairs),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), ranked),
+    }
     bodies = {
         "/v1/chat/completions": {"messages": [QUESTION]},
         "/v1/completions": {"prompt": "hello"},
+        "/v1/responses": {"input": "hello"},
         "/tokenize": {"prompt": "hello"},
         "/detokenize": {"tokens": [5]},
     }
-    for path, methods in spec["paths"].items():
-        ((method, operation),) = methods.items()
-        url = path.format(model="tiny")
-        response = await http.request(method, url, json=bodies.get(path))
-        assert response.status_code == 200, path
-        content = operation["responses"]["200"]["content"]["application/json"]
-        schema = {**content["schema"], "components": spec["components"]}
-        jsonschema.Draft202012Validator(schema).validate(response.json())
+    async with (
+        start_stack(prefill=1, decode=0, http=True, info=POOLED) as pooling,
+        httpx.AsyncClient(base_url=pooling.url, timeout=60) as other,
+    ):
+        for path, methods in spec["paths"].items():
+            ((method, operation),) = methods.items()
+            url, client = path.format(model="tiny"), other if path in pooled else http
+            response = await client.request(method, url, json={**bodies, **pooled}.get(path))
+            assert response.status_code == 200, path
+            content = operation["responses"]["200"]["content"]["application/json"]
+            schema = {**content["schema"], "components": spec["components"]}
+            jsonschema.Draft202012Validator(schema).validate(response.json())
     paths = {"/", "/openapi.json", "/docs", *spec["paths"]}
     assert {route.path.replace(":path", "") for route in routes_of(http)} == paths
 
@@ -168,7 +185,7 @@ async def test_what_describes_the_api_needs_no_key(start_stack, tmp_path) -> Non
     keys.write_text("0123456789abcdef\n")
     async with (
         start_stack(http=True, api_keys_file=str(keys)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         for path in ("/docs", "/openapi.json", "/version", "/health"):
             assert (await http.get(path)).status_code == 200
@@ -186,7 +203,7 @@ async def test_pages_of_other_origins_are_served_only_if_asked_for(start_stack, 
     for origins, allowed in ((), None), ((PAGE,), PAGE), (("*",), "*"), (("https://x.y",), None):
         async with (
             start_stack(http=True, cors_origins=origins, api_keys_file=str(keys)) as stack,
-            httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
         ):
             response = await http.options("/v1/chat/completions", headers=preflight)
             assert response.headers.get("access-control-allow-origin") == allowed

@@ -291,11 +291,11 @@ def template_tokenizer(model_dir, tmp_path_factory):
 @pytest.fixture
 async def template_http(start_stack, template_tokenizer, monkeypatch):
     """A model whose chat template has variables."""
-    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path: template_tokenizer)
+    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **_: template_tokenizer)
     monkeypatch.setattr(template_tokenizer, "close", lambda: None)
     async with (
         start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         yield http
         await stack.assert_idle()

@@ -359,7 +359,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
-        "messages[0].content",
+        "messages[0].content[0].image_url",
     ),
     ({"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),

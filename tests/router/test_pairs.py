@@ -24,8 +24,9 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.request_validation import validate_engine_core_request
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import PROBE_PRIORITY, validate_engine_core_request
+from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.workers import pair_probe, pairs, worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.workers.route_chooser import RoutingRules

@@ -240,6 +240,7 @@ class World:
             tuple(worker.client for worker in workers)
             for workers in (self._prefills, self._decodes)
         )
+        self.answering = self.decode
         self.num_ends = 0
         metrics = RouterMetrics(self.registry)
         request = EngineCoreRequest(

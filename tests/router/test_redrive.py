@@ -41,7 +41,7 @@ from support.waiting import until
 class NobodyPool:
     """A pool without workers."""
 
-    prefill = decode = ()
+    prefill = decode = answering = ()
 
     def route(
         self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
@@ -112,7 +112,7 @@ class OnePairPool:
 
     def __init__(self, *, step_tokens: int) -> None:
         self.prefill = (Worker(WorkerRole.PREFILL, step_tokens),)
-        self.decode = (Worker(WorkerRole.DECODE, step_tokens),)
+        self.decode = self.answering = (Worker(WorkerRole.DECODE, step_tokens),)
 
     def route(
         self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str

@@ -178,7 +178,7 @@ async def test_a_grpc_method_that_is_none(stack: Any, lines: Lines) -> None:
 async def test_a_request_without_workers(start_stack: Any, lines: Lines) -> None:
     async with (
         start_stack(http=True, prefill=0, decode=["127.0.0.1:1"], wait=False) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 503
         fields = await lines.only()
@@ -188,7 +188,7 @@ async def test_a_request_without_workers(start_stack: Any, lines: Lines) -> None
 async def test_too_many_requests(start_stack: Any, lines: Lines) -> None:
     async with (
         start_stack(http=True, max_num_queued_requests=1) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         stack.prefill.behave = stack.decode.behave = hang
         waiting = stack.stub.Generate(pb2.GenerateRequest(text=PROMPT))
@@ -204,11 +204,11 @@ async def test_too_many_requests(start_stack: Any, lines: Lines) -> None:
 
 async def test_keys_have_names(start_stack: Any, lines: Lines, tmp_path: Any) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(f"team: alice:{KEY}\nanother-{KEY}\n")
+    keys.write_text(f"team-alice:{KEY}\nanother-{KEY}\n")
     async with start_stack(http=True, api_keys_file=str(keys)) as stack:
 
         async def models(key: str) -> None:
-            async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
                 await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
 
         for key in (KEY, f"another-{KEY}", f"unknown-{KEY}"):
@@ -220,11 +220,11 @@ async def test_keys_have_names(start_stack: Any, lines: Lines, tmp_path: Any) ->
         await until(lambda: len(lines.fields) == 5)
     found = [(fields["status"], fields.get("api_key")) for fields in lines.fields]
     named, unnamed, unknown, missing, served = found
-    assert named == ("200", "team: alice")
+    assert named == ("200", "team-alice")
     assert unnamed == ("200", None)
     assert unknown == ("401", None)
     assert missing == ("UNAUTHENTICATED", None)
-    assert served == ("OK", "team: alice")
+    assert served == ("OK", "team-alice")
     assert KEY not in lines.text
 
 
@@ -331,7 +331,7 @@ async def test_a_flood_of_requests_that_are_refused(
 async def test_the_log_of_requests_may_be_off(start_stack: Any, lines: Lines) -> None:
     async with (
         start_stack(http=True, log_requests=False) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
         await read_all(stack.stub.Generate(pb2.GenerateRequest(text=PROMPT)))

@@ -104,8 +104,8 @@ async def test_an_http_connection_goes_on_at_another_router(start_stack) -> None
         start_stack(http=WatchedHttpServer) as old,
         start_stack(http=WatchedHttpServer) as new,
         cut_proxies(old.server.http_port, 2) as (busy, idle),
-        httpx.AsyncClient(base_url=f"http://{busy.address}", timeout=60) as long,
-        httpx.AsyncClient(base_url=f"http://{idle.address}", timeout=60) as short,
+        httpx.AsyncClient(base_url=f"http://{busy.address}", timeout=300) as long,
+        httpx.AsyncClient(base_url=f"http://{idle.address}", timeout=300) as short,
     ):
         may_end = hold_back(old, "long")
         assert (await post(short)).status_code == 200
@@ -150,7 +150,7 @@ async def test_old_connections_are_replaced_and_their_streams_run_on(
 async def test_idle_http_connections_can_outlast_those_of_load_balancers(start_stack) -> None:
     async with (
         start_stack(http=True, http_idle_timeout_s=620) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         assert (await http.get("/health")).status_code == 200
         (connection,) = stack.http.connections

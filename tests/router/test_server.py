@@ -107,7 +107,7 @@ async def test_the_router_logs_its_load(start_stack, monkeypatch, caplog) -> Non
         stack.decode.behave = hang
         call = stack.stub.Generate(pb2.GenerateRequest(text="a"))
         await call.read()
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
             await http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
         await until(lambda: bool(loads()) and loads()[-1]["num_in_flight"] == 1)
         assert loads()[-1]["num_queued"] == 0
@@ -271,7 +271,7 @@ async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
     try:
         log = await asyncio.wait_for(log_until(process, "HTTP on "), 60)
         port = int(log.rpartition("HTTP on ")[2].partition(",")[0])
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
             log += await asyncio.wait_for(log_until(process, "the router is ready"), 60)
             assert (await http.get("/health")).status_code == 200
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 50}

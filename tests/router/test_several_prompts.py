@@ -144,7 +144,7 @@ async def test_one_that_is_wrong_refuses_all(http, stack) -> None:
 async def test_each_takes_a_place_in_the_queue(start_stack) -> None:
     async with (
         start_stack(http=True, max_num_queued_requests=4) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         body = {**BODY, "prompt": ["a"] * 5}
         response = await http.post("/v1/completions", json=body)

@@ -1,6 +1,7 @@
 """What an answer has to be, over HTTP and gRPC: what workers get, and what is refused by name."""
 
 import asyncio
+import itertools
 import json
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ from pdserve_router.requests.request_limits import (
     NotSmallError,
 )
 from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
+from support.samples import sampled
+
+pytestmark = pytest.mark.slow
 
 SERVED = {"served_fields": ("structured_outputs",)}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -244,7 +248,7 @@ async def test_a_wrong_constraint_is_refused_by_name(http, path, body, field, re
 async def test_workers_that_enforce_nothing(start_stack, path) -> None:
     async with (
         start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         for body in ONE_OF_EACH:
             field, message = await refusal_of(http, path, body)
@@ -269,7 +273,7 @@ async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
     tools = [tool(f"f{i}") for i in range(MAX_ENFORCED_TOOLS + 1)]
     async with (
         start_stack(http=True, info={**SERVED, "max_model_len": 1 << 17}) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         field, message = await refusal_of(http, CHAT, {"tools": tools, "tool_choice": "required"})
         assert field == "tools"
@@ -297,8 +301,10 @@ async def test_several_prompts_have_one_constraint(http, stack) -> None:
     assert first.structured_outputs == second.structured_outputs == constraint_of(stack)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("is_enforced", [True, False])
+@pytest.mark.parametrize(
+    ("is_enforced", "path"),
+    sampled(itertools.product((True, False), PATHS), *zip((True, False), PATHS, strict=True)),
+)
 async def test_a_large_schema_is_checked_in_another_process(
     http, stack, monkeypatch, path, is_enforced
 ) -> None:

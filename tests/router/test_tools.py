@@ -198,11 +198,11 @@ async def test_a_model_whose_template_knows_no_tools(
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = copy_with_template(model_dir, tmp_path / "tiny", template)
-    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path: Tokenizer(folder))
+    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **_: Tokenizer(folder))
     for chat_format, reason in (("auto", "is not known"), ("hermes", "chat template knows none")):
         async with (
             start_stack(http=True, answer=CALLING, chat_format=chat_format) as stack,
-            httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
         ):
             field, message = await refusal_of(http)
             assert field == "tools"
@@ -289,7 +289,7 @@ async def test_a_stream_with_openais_client(client) -> None:
 async def test_a_large_request_is_read_in_the_chosen_format_too(start_stack) -> None:
     async with (
         start_stack(http=True, answer=CALLING, chat_format="none") as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
     ):
         for padding in ("", "x" * INLINE_BYTES):
             body = {"messages": [QUESTION], "metadata": {"padding": padding}}

@@ -17,6 +17,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import LinkLostError, LinkTimings
@@ -508,6 +509,33 @@ async def test_another_process_at_the_address_adopts_nothing(link) -> None:
     await link.ready()
     assert link.client.info.epoch == "1" * 32
     assert link.client.breaker is not breaker
+
+
+async def test_what_another_process_has_not_that_the_one_before_had_is_known(link) -> None:
+    def adapters(*digests: str) -> tuple[LoRAAdapter, ...]:
+        return tuple(LoRAAdapter(name=each, digest=each * 64, rank=8) for each in digests)
+
+    async def starts_again(epoch: str, *digests: str) -> None:
+        link.worker.info = dataclasses.replace(
+            link.worker.info, epoch=epoch * 32, adapters=adapters(*digests)
+        )
+        link.worker.cut()
+        await until(lambda: link.client.epoch == epoch * 32)
+
+    await link.ready()
+    assert link.client.forgotten == frozenset()
+    await starts_again("1", "a", "b")
+    assert link.client.forgotten == frozenset()
+    await starts_again("2", "b", "c")
+    assert link.client.forgotten == {"a" * 64}
+    # It has ended before it was given any again.
+    await starts_again("3")
+    assert link.client.forgotten == {"a" * 64, "b" * 64, "c" * 64}
+    await starts_again("4", "c")
+    assert link.client.forgotten == {"a" * 64, "b" * 64}
+    # By an operator's hand.
+    link.worker.adapters = LoRAAdapters(adapters=adapters("a", "c"), version=1)
+    await until(lambda: link.client.forgotten == {"b" * 64})
 
 
 async def test_the_wait_for_the_next_stream_ends() -> None:

@@ -18,10 +18,33 @@ ALL_PROJECTIONS = (
 )
 
 
-def write_adapter(model_dir: Path, folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Have peft write an adapter with random weights for a model; `config` as LoraConfig's."""
-    _load(model_dir, seed, config).save_pretrained(folder)
+def write_adapter(
+    model_dir: Path,
+    folder: Path,
+    *,
+    seed: int = 0,
+    auto_class: str = "AutoModelForCausalLM",
+    **config: Any,
+) -> Path:
+    """Have peft write an adapter with random weights for a model, as the class loads it; `config`
+    as LoraConfig's.
+    """
+    _load(model_dir, seed, config, auto_class).save_pretrained(folder)
     return folder
+
+
+@torch.inference_mode()
+def merged_states(model_dir: Path, folder: Path, prompt: list[int]) -> torch.Tensor:
+    """Return the last hidden states [num_tokens, hidden_size] of a model without a head that has
+    the adapter in its weights.
+    """
+    from peft import PeftModel
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(model, folder).merge_and_unload().eval()
+    states: torch.Tensor = merged(torch.tensor([prompt])).last_hidden_state[0]
+    return states
 
 
 def merged_model(model_dir: Path, folder: Path) -> Any:
@@ -57,13 +80,14 @@ def merged_greedy(model_dir: Path, folder: Path, prompt: list[int], num_tokens: 
     return generated
 
 
-def _load(model_dir: Path, seed: int, config: dict[str, Any]) -> Any:
+def _load(model_dir: Path, seed: int, config: dict[str, Any], auto_class: str) -> Any:
+    import transformers
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = getattr(transformers, auto_class).from_pretrained(model_dir, dtype=torch.float32)
     fields: dict[str, Any] = {"target_modules": list(ALL_PROJECTIONS), "r": 8, "lora_alpha": 16}
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **(fields | config)))
+    task_type = "FEATURE_EXTRACTION" if auto_class == "AutoModel" else "CAUSAL_LM"
+    adapted = get_peft_model(model, LoraConfig(task_type=task_type, **(fields | config)))
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():

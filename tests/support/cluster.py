@@ -27,7 +27,7 @@ from support.network import CLIENT, Network
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 15051, 15080, 15090
 # Of what has to happen, however busy the machine is.
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
 EXIT_TIMEOUT_S = 60.0
 METRICS_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
@@ -152,8 +152,12 @@ class Cluster:
         router_flags: Mapping[str, object] | None = None,
         prefill_flags: Mapping[str, object] | None = None,
         decode_flags: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """`flags` are added to those of all workers, the others to those of one role."""
+        """`flags` are added to those of all workers, the others to those of one role, `env` to the
+        environment of all processes.
+        """
+        self._env = env or {}
         self._model = model
         self._log_dir = log_dir
         self._flags = {**WORKER_FLAGS, "require-transport": transport, **(flags or {})}
@@ -364,6 +368,7 @@ class Cluster:
         path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
         env = {
             **os.environ,
+            **self._env,
             "PYTHONPATH": path,
             "PDSERVE_FAULTS_FREEZE": str(freeze_path),
             "FAULTS_SOCKET": str(controls.path),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdserve_common.engine_client import NO_TENSORS, Tensors
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.rpc import RpcServer
 from pdserve_engine.clients.launch import WorkerEngine
@@ -24,10 +25,11 @@ class Client:
     def __init__(self, engine: WorkerEngine) -> None:
         self._engine = engine
         self._messages: list[EngineCoreOutputs] = []
-        self._index = engine.register_client(self._messages.append)
+        self.index = engine.register_client(self._messages.append)
 
-    def add(self, request: EngineCoreRequest) -> None:
-        self._engine.add_request(dataclasses.replace(request, client_index=self._index))
+    def add(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
+        request = dataclasses.replace(request, client_index=self.index)
+        self._engine.add_request(request, tensors)
 
     async def tokens(self, request_id: str) -> list[int]:
         """Wait for the request's end."""

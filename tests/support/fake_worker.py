@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as pb2_grpc
@@ -18,6 +19,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineError,
     EngineInfo,
     FinishReason,
     KVTransferStats,
@@ -27,9 +29,13 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.rpc import server_options
+from pdserve_common.pooling_params import GENERATE
+from pdserve_common.rpc import rpc_errors, server_options
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.tensor_metrics import TensorMetrics
 from pdserve_router.text.served_model import ServedModel
+from pdserve_worker.tensor_service import receive_tensor
+from pdserve_worker.tensor_store import TensorStore
 
 EOS = 1
 # Of the fakes, which have no tokenizer, and of `make_model_dir`.
@@ -106,6 +112,18 @@ def logprobs_of(token_ids: Sequence[int], num_top: int) -> LogprobsLists:
     )
 
 
+def vector_of(request: EngineCoreRequest, size: int) -> list[float]:
+    """What the fake pools a prompt to: numbers that fp32 holds exactly, other ones for other tokens
+    and in another order.
+    """
+    params = request.pooling_params
+    assert params is not None
+    values = [0] * (params.dimensions or size)
+    for place, token_id in enumerate(request.prompt_token_ids, 1):
+        values = [(value * 31 + token_id * (i + place)) % 1021 for i, value in enumerate(values)]
+    return [value / 64 for value in values]
+
+
 class Link:
     """One attached router; outputs that pile up leave as one frame, like an engine step's. What has
     left stays, for a router that comes back for it.
@@ -170,6 +188,15 @@ class Running:
     def num_resumed(self) -> int:
         return len(self.request.resume_output_token_ids)
 
+    def stats(self, *, is_remote: bool) -> dict[str, Any]:
+        """Of D's first output: P's stats of the prompt if P has computed it, else its own."""
+        prefill = self.worker.prefill_stats if self.num_resumed == 0 else None
+        if not is_remote:
+            return {"prefill_stats": prefill}
+        return {
+            "kv_transfer_stats": dataclasses.replace(self.worker.kv_stats, prefill_stats=prefill)
+        }
+
     async def turn(self, num_tokens: int) -> None:
         """Wait until the next token may come."""
         if not is_probe(self.request.request_id):
@@ -197,6 +224,29 @@ class Running:
                 first_token_index=at,
                 finish_reason=finish,
                 **more,
+            )
+        )
+
+    def fail(self, error: EngineError) -> None:
+        """End a request of any kind with an error."""
+        self._link.emit(
+            EngineCoreOutput(
+                request_id=self.request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                attempt=self.request.attempt,
+            )
+        )
+
+    def emit_vector(self, vector: Sequence[float]) -> None:
+        """End a pooling request."""
+        self._link.emit(
+            EngineCoreOutput(
+                request_id=self.request.request_id,
+                pooling_output=tuple(vector),
+                finish_reason=FinishReason.STOP,
+                prefill_stats=self.worker.prefill_stats,
+                attempt=self.request.attempt,
             )
         )
 
@@ -264,12 +314,19 @@ async def decode(running: Running) -> None:
             *tokens[begin:end],
             at=begin,
             finish=finish if is_last else None,
-            prefill_stats=running.worker.prefill_stats if is_first and num_known == 0 else None,
-            kv_transfer_stats=running.worker.kv_stats if is_first and is_remote else None,
+            **(running.stats(is_remote=is_remote) if is_first else {}),
             # Only P knows how likely its token was.
             num_repeated=1 if is_first and is_remote else 0,
         )
         await asyncio.sleep(step_s)
+
+
+async def pool(running: Running) -> None:
+    """Answer with the prompt's vector."""
+    if running.worker.step_s:
+        await asyncio.sleep(running.worker.step_s)
+    await running.turn(0)
+    running.emit_vector(vector_of(running.request, running.worker.info.embedding_size))
 
 
 async def hang(running: Running) -> None:
@@ -295,6 +352,8 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.answer = tuple(answer)
         self.step_s = 0.002
         self.behave: Behaviour = prefill if role is WorkerRole.PREFILL else decode
+        if GENERATE not in self.info.tasks:
+            self.behave = pool
         self.behave_probe = self.behave
         self.before_token: BeforeToken = at_once
         self.heartbeat_s: float | None = 0.1
@@ -317,6 +376,9 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         # Whether requests live on when the stream is cut.
         self.adopts = True
         self.requests: list[EngineCoreRequest] = []
+        self.tensors = TensorStore(1 << 26, TensorMetrics(CollectorRegistry()))
+        # Of its PutTensors; what they raise they end with.
+        self.before_put: Callable[[], Awaitable[object]] = no_wait
         self.probes: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.hellos: list[pb2.AttachHello] = []
@@ -371,6 +433,21 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         """Break the streams; the worker lives on."""
         self._cut.set()
         self._cut = asyncio.Event()
+
+    async def PutTensor(
+        self, requests: AsyncIterator[pb2.PutTensorRequest], context: grpc.aio.ServicerContext
+    ) -> pb2.PutTensorResponse:
+        async with rpc_errors(context):
+            await self.before_put()
+            ttl_s = await receive_tensor(requests, self.tensors, client=context.peer())
+            return pb2.PutTensorResponse(ttl_ms=round(1000 * ttl_s))
+        raise AssertionError("unreachable: rpc_errors aborts")
+
+    def tensors_of(self, request: EngineCoreRequest) -> list[bytes]:
+        """What a request names, in its order; TensorNotHeldError if one is not here."""
+        refs = [feature.data for feature in request.mm_features if feature.data is not None]
+        held = self.tensors.get_all(refs)
+        return [held[ref.content_hash] for ref in refs]
 
     async def Attach(
         self, requests: AsyncIterator[pb2.AttachRequest], context: grpc.aio.ServicerContext

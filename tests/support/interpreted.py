@@ -1,10 +1,13 @@
 """Tests of Triton kernels without a GPU, in Triton's interpreter."""
 
+import functools
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,29 @@ import numpy as np
 import pytest
 import torch
 
-TIMEOUT_S = 900.0
+TIMEOUT_S = 1500.0
 
 
-def run_interpreted(suite: Path) -> str:
-    """Run a file of tests in a process of its own, as Triton reads its variable when a kernel is
-    defined; return what pytest printed. Fails if one of the tests does.
+# What is left out of `make test`, and what is not.
+SHARES = ["not soak", pytest.param("soak", marks=pytest.mark.soak)]
+
+
+def run_interpreted(share: str, *suites: Path) -> str:
+    """Run a share of files of tests in a process of its own, as Triton reads its variable when a
+    kernel is defined; return what pytest printed. Fails if one of the tests does.
     """
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            share,
+            *map(str, suites),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -30,6 +47,78 @@ def run_interpreted(suite: Path) -> str:
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
     return result.stdout
+
+
+@functools.cache
+def quicken_interpreter() -> None:
+    """Spare this process's interpreter what takes most of its time and changes no result: to patch
+    Triton's language anew for each kernel and each function that one calls, to look for an
+    overflow in each sum, which it does not tell anybody unless it debugs, and to make the shape of
+    each tensor anew.
+    """
+    _share_shapes()
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_lang, patched = interpreter._patch_lang, set()
+    get_np_dtype, np_dtypes = interpreter._get_np_dtype, {}
+
+    def patch_once(fn: Any) -> Any:
+        names = frozenset(
+            name
+            for name, module in (("tl", tl), ("core", tl.core))
+            if any(value is module for value in fn.__globals__.values())
+        )
+        if names not in patched:
+            patched.add(names)
+            patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    def get_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = get_np_dtype(dtype)
+        return np_dtypes[name]
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = get_once
+
+
+def _share_shapes() -> None:
+    """Make the objects that stand for a tensor's shape once for each shape: nobody changes them."""
+    from triton.language import core
+
+    make_block_type = core.block_type.__init__
+    unwrap = core._unwrap_if_constexpr
+    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(dim.value if type(dim) is core.constexpr else dim for dim in shape)
+        if key not in of_types:
+            make_block_type(self, element_ty, shape)  # or refuse it
+            of_types[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, name = of_types[key]
+        self.name = f"<{name}, {element_ty}>"
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape.values if type.is_block() else ()
+        key = tuple(shape)
+        if key not in of_tensors:
+            dims = core.tuple([core.constexpr(dim) for dim in key])
+            of_tensors[key] = dims, core.constexpr(math.prod(key))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    def unwrap_quickly(value: Any) -> Any:
+        return value if type(value) is core.tensor else unwrap(value)
+
+    core.block_type.__init__ = init_block_type
+    core.tensor.__init__ = init_tensor
+    core._unwrap_if_constexpr = unwrap_quickly
 
 
 def convert_fp8_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +176,14 @@ def interpreted_kernels(kernels: Any = None) -> Iterator[None]:
     """A Driver that is made within has the kernels, the model and the runner of CUDA, on the CPU:
     for the interpreter. Unless other kernels are given they are Triton's.
     """
-    from pdserve_engine.models import llama
+    from pdserve_engine.models import llama, transformers_backend
     from pdserve_engine.runner.runner_class import cuda_runner_class
     from pdserve_engine.sampling import state
     from pdserve_kernels import triton
     from support import model_driver
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (llama, state):
+        for module in (llama, transformers_backend, state):
             patch.setattr(module, "select", lambda device: kernels or triton)
         patch.setattr(llama, "is_mapped", lambda device: False)
         patch.setattr(model_driver, "runner_class", cuda_runner_class)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 60.0
 
 
 def value(metric: MetricWrapperBase, *labels: str, suffix: str = "") -> float:

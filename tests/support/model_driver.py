@@ -1,14 +1,17 @@
 """Drives a ModelRunner as a scheduler would, by hand, for tests of models."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from pdserve_common.engine_types import MultiModalFeatureSpec
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
@@ -23,6 +26,7 @@ from pdserve_engine.request.sched_output import (
     NewRequestData,
     SchedulerOutput,
 )
+from pdserve_engine.runner.model_runner import NO_DRAFTS
 from pdserve_engine.runner.model_source import shard_of
 from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sharded_model import ShardedModel
@@ -32,6 +36,7 @@ from pdserve_kernels.reference import argmax
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
+NO_PICTURES: Mapping[MultiModalFeatureSpec, bytes] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -46,6 +51,8 @@ class Tracked:
     block_ids: tuple[list[int], ...]
     grammar: CompiledGrammar | None = None
     adapter: str | None = None
+    pooling: PoolingParams | None = None
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
     num_computed_tokens: int = 0
     is_known: bool = False
 
@@ -63,7 +70,9 @@ class Driver:
         *,
         num_blocks: int = 512,
         device: torch.device = CPU,
-        adapters: Iterable[Path] = (),
+        adapters: Sequence[Path] = (),
+        max_lora_rank: int = 64,
+        max_num_seqs: int = 12,
         group: Group | None = None,
         **config: Any,
     ) -> None:
@@ -80,16 +89,24 @@ class Driver:
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
         self.runner = runner_class(model)(
-            model, self.cache, max_num_seqs=12, max_model_len=model.config.max_model_len
+            model,
+            self.cache,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model.config.max_model_len,
         )
         # By folder.
-        self.digests = {folder: self._load_adapter(model, folder) for folder in adapters}
+        self.digests: dict[Path, str] = {}
+        if adapters:
+            self.runner.reserve_adapters(len(adapters), max_lora_rank)
+        for folder in adapters:
+            self.load_adapter(folder)
         self._groups = spec.groups
         self.sequences: dict[str, Tracked] = {}
         self._free_blocks = list(range(num_blocks))
         random.Random(0).shuffle(self._free_blocks)
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
+        self._new_pictures: dict[str, bytes] = {}
 
     def add(
         self,
@@ -101,18 +118,27 @@ class Driver:
         seed: int = 0,
         grammar: CompiledGrammar | None = None,
         adapter: Path | None = None,
+        pooling: PoolingParams | None = None,
+        pictures: Mapping[MultiModalFeatureSpec, bytes] = NO_PICTURES,
     ) -> Tracked:
         tables: tuple[list[int], ...] = tuple([] for _ in self._groups)
         digest = None if adapter is None else self.digests[adapter]
         sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables, grammar, digest)
+        sequence.pooling = pooling
+        sequence.mm_features = tuple(pictures)
+        self._new_pictures |= {each.identifier: pixels for each, pixels in pictures.items()}
         self.sequences[request_id] = sequence
         return sequence
 
-    def _load_adapter(self, model: Any, folder: Path) -> str:
+    def load_adapter(self, folder: Path) -> None:
+        model: Any = self.runner.model
         assert isinstance(model, SupportsLora)
         adapter = read_adapter(folder, model.lora_targets, dtype=self.config.dtype, max_rank=64)
-        self.runner.adapters[adapter.digest] = model.pack_adapter(adapter)
-        return adapter.digest
+        self.runner.add_adapter(adapter.digest, model.pack_adapter(adapter))
+        self.digests[folder] = adapter.digest
+
+    def unload_adapter(self, folder: Path) -> None:
+        self.runner.remove_adapter(self.digests.pop(folder))
 
     def finish(self, request_id: str) -> None:
         self._free_blocks += chain.from_iterable(self.sequences.pop(request_id).block_ids)
@@ -125,14 +151,19 @@ class Driver:
         sequence.num_computed_tokens, sequence.is_known = 0, False
         self._preempted.add(request_id)
 
-    def step(self, chunks: dict[str, int]) -> ModelRunnerOutput:
-        """Run up to chunks[id] tokens of each request named, and take in what was sampled."""
+    def step(
+        self, chunks: dict[str, int], drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS
+    ) -> ModelRunnerOutput:
+        """Run up to chunks[id] tokens of each request named, and take in what was sampled. Drafts
+        are for requests of which all tokens but one are computed.
+        """
         new: list[NewRequestData] = []
         cached = CachedRequestData()
         scheduled: dict[str, int] = {}
         for request_id, chunk in chunks.items():
             sequence = self.sequences[request_id]
             count = min(chunk, len(sequence.token_ids) - sequence.num_computed_tokens)
+            count += len(drafts.get(request_id, ()))
             scheduled[request_id] = count
             blocks = self._allocate(sequence, sequence.num_computed_tokens + count)
             if sequence.is_known:
@@ -148,15 +179,22 @@ class Driver:
                 scheduled_cached_reqs=cached,
                 num_scheduled_tokens=scheduled,
                 total_num_scheduled_tokens=sum(scheduled.values()),
+                scheduled_spec_decode_tokens=dict(drafts),
                 finished_req_ids=frozenset(self._finished),
                 preempted_req_ids=frozenset(self._preempted),
+                scheduled_encoder_inputs=self._new_pictures,
             )
         ).get_output()
+        self._new_pictures = {}
         self._finished.clear()
         self._preempted.clear()
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             sequence = self.sequences[request_id]
             sequence.num_computed_tokens += scheduled[request_id]
+            # What was computed behind a draft that was wrong does not count.
+            sequence.num_computed_tokens -= (
+                len(drafts[request_id]) + 1 - len(tokens) if request_id in drafts else 0
+            )
             if sequence.num_computed_tokens == len(sequence.token_ids) and not tokens:
                 sequence.num_computed_tokens -= 1  # its mask was late
             sequence.token_ids += tokens
@@ -196,6 +234,8 @@ class Driver:
             num_computed_tokens=sequence.num_computed_tokens,
             grammar=sequence.grammar,
             adapter=sequence.adapter,
+            pooling_params=sequence.pooling,
+            mm_features=sequence.mm_features,
         )
 
 

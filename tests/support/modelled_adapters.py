@@ -3,7 +3,12 @@
 import asyncio
 from collections import defaultdict
 
-from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, PdserveError
+from pdserve_common.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NoWorkerError,
+    PdserveError,
+)
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.modelled_pool import ModelledPool
@@ -23,14 +28,19 @@ class ModelledAdapters:
         # Of each worker, by name, what it stands for, last.
         self.digests: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
         self.paths: dict[str, str] = {}
-        # Addresses of those that were asked.
+        # Addresses of those that were asked, and of those that take for ever to load.
         self.calls: list[str] = []
+        self.hanging: set[str] = set()
+        # Of those that load it when their caller does not wait any more.
+        self.late: set[str] = set()
 
     async def add_lora(
         self, address: str, lora: LoRARequest, *, keep_others: bool = False
     ) -> LoRAAdapter:
         self.calls.append(address)
         await asyncio.sleep(0)
+        if address in self.hanging:
+            await asyncio.Event().wait()
         if address in self.refusals:
             raise self.refusals[address]
         digest = self.contents.get(address, NEW)
@@ -42,6 +52,8 @@ class ModelledAdapters:
         self.digests[address][lora.lora_name] = [*(d for d in before if d != digest), digest]
         self.paths[digest] = lora.lora_path or lora.lora_name
         self._tell(address)
+        if address in self.late:
+            raise NoWorkerError(f"worker {address}: (DEADLINE_EXCEEDED)")
         return LoRAAdapter(name=lora.lora_name, digest=digest, rank=8)
 
     async def remove_lora(self, address: str, name: str, digest: str = "") -> None:

@@ -22,7 +22,7 @@ CLIENT = "client"
 # For benchmarks of network devices (RFC 2544): nobody routes to it.
 NETWORKS = list(ipaddress.IPv4Network("198.18.0.0/15").subnets(new_prefix=24))
 NOBODY = "02:00:00:00:00:01"
-COMMAND_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 60.0
 RULES = "bridge pdserve"
 
 _numbers = itertools.count()

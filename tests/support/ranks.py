@@ -1,7 +1,9 @@
 """Ranks of one model as real processes, each in a group of any implementation."""
 
+import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import traceback
@@ -9,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +25,11 @@ from pdserve_kernels.groups import Group
 # Imports torch once, has never run it, and so may be forked.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "pdserve_kernels.cpu.shared_group"])
+
+
+# Of what has to come, however busy the machine is.
+START_TIMEOUT_S = 300.0
+RESULT_TIMEOUT_S = 600.0
 
 
 class Meeting(Protocol):
@@ -68,7 +77,7 @@ class Gloo:
     """Ranks that find each other by a file, on loopback."""
 
     size: int
-    timeout_s: float = 60.0
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
@@ -79,7 +88,7 @@ class Gloo:
         return self._join(path, rank)
 
     def close(self) -> None:
-        """The file is the ranks'."""
+        shutil.rmtree(self._folder)
 
     def _join(self, path: str, rank: int) -> DistributedGroup:
         return DistributedGroup(path, rank=rank, size=self.size, timeout_s=self.timeout_s)
@@ -101,20 +110,24 @@ class Ranks:
     """
 
     def __init__(self, meeting: Meeting, body: Callable[..., Any], *args: object) -> None:
+        self._meeting = meeting
         self._pipes: list[Connection] = []
+        # What a rank waits for another counts from when all are up, however busy the machine is.
+        self._all_up = _CONTEXT.Barrier(meeting.size)
         self.processes = []
         for rank in range(meeting.size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_run, args=(theirs, meeting, rank, body, args), daemon=True
+                target=_run, args=(theirs, self._all_up, meeting, rank, body, args), daemon=True
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        meeting.close()
 
-    def results(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 120.0) -> list[Any]:
+    def results(
+        self, ranks: Sequence[int] | None = None, *, timeout_s: float = RESULT_TIMEOUT_S
+    ) -> list[Any]:
         """Wait for these ranks, by default all; AssertionError with the text of one's exception."""
         return [self._result(rank, timeout_s) for rank in ranks or range(len(self._pipes))]
 
@@ -131,6 +144,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
+        self._meeting.close()
 
     def _result(self, rank: int, timeout_s: float) -> Any:
         assert self._pipes[rank].poll(timeout_s), f"rank {rank} has brought nothing"
@@ -142,6 +156,15 @@ class Ranks:
         return result
 
 
+def num_shared_memories() -> int:
+    """How often this process holds memory of a group, open or mapped."""
+    held = Path("/proc/self/maps").read_text().splitlines()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # another thread has closed it
+            held.append(os.readlink(link))
+    return sum("memfd:pdserve-group" in each for each in held)
+
+
 def run_ranks(meeting: Meeting, body: Callable[..., Any], *args: object) -> list[Any]:
     """Return what body(group, *args) returns in each rank."""
     with Ranks(meeting, body, *args) as ranks:
@@ -150,6 +173,7 @@ def run_ranks(meeting: Meeting, body: Callable[..., Any], *args: object) -> list
 
 def _run(
     pipe: Connection,
+    all_up: Barrier,
     meeting: Meeting,
     rank: int,
     body: Callable[..., Any],
@@ -158,6 +182,7 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
+        all_up.wait(START_TIMEOUT_S)
         group = meeting(rank)
         pipe.send((False, body(group, *args)))
         group.close()

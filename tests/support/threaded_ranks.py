@@ -15,6 +15,7 @@ from pdserve_engine.executor.messages import AdapterCommand, RankPlace
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.frames import Answer
+from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -63,6 +64,9 @@ class ThreadedRanks:
                 ),
                 tell=tell,
             )
+
+    def open_block_copier(self) -> BlockCopier:
+        raise AssertionError("tests with several ranks have no tiers")
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         raise NotImplementedError

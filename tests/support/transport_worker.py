@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).parents[1] / "kv_transfer" / "transport_process.py"
+# Of its start and of an answer, however busy the machine is.
+TIMEOUT_S = 300.0
 
 
 class TransportWorker:
@@ -26,7 +28,7 @@ class TransportWorker:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        watchdog = threading.Timer(60.0, self.process.kill)
+        watchdog = threading.Timer(TIMEOUT_S, self.process.kill)
         watchdog.start()
         line = self.process.stdout.readline()
         watchdog.cancel()

@@ -13,6 +13,9 @@ from pdserve_kernels.kv_scales import KVScales
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter truncates to bf16 where a GPU rounds, and its bf16 tl.dot returns nonsense.
+DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def triton_kernels() -> Iterator[tuple[str, Any]]:
@@ -25,6 +28,14 @@ def triton_kernels() -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+def num_compiled() -> dict[str, int]:
+    """Return how many variants of each kernel this process has compiled."""
+    return {
+        name: sum(len(compiled) for compiled, *_ in kernel.device_caches.values())
+        for name, kernel in triton_kernels()
+    }
+
+
 def on_device(value: Any) -> Any:
     """Return the same with all its tensors where kernels run."""
     if isinstance(value, torch.Tensor):
@@ -35,3 +46,9 @@ def on_device(value: Any) -> Any:
     if isinstance(value, tuple) and not isinstance(value, KVScales):
         return tuple(map(on_device, value))
     return value
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare what a kernel brought in this dtype."""
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)

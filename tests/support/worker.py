@@ -18,12 +18,13 @@ from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_worker import control_service, process
 from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
+from pdserve_worker.tensor_store import TensorStore
 from support.waiting import until
 
 # So many tokens take seconds.
 LONG = 8000
 # Of waiting for what has to come.
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Worker:
@@ -67,10 +68,12 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
+async def serve(
+    engine: InprocEngineClient, tensors: TensorStore | None = None
+) -> AsyncIterator[Worker]:
     """Serve what a worker process serves, and watch as it does."""
     server = RpcServer("127.0.0.1", 0)
-    servicer = EngineCoreServicer(engine)
+    servicer = EngineCoreServicer(engine, tensors=tensors)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
     readiness = control_service.Readiness(engine, server, servicer)
     controls = control_service.ControlServicer(engine, readiness, drain_timeout_s=10.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_client import NO_TENSORS, OutputsCallback, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -48,7 +48,7 @@ class ScriptedEngine:
     def unregister_client(self, client_index: int) -> None:
         del self.clients[client_index]
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
         if self.is_draining:
             raise DrainingError("no more")
         self.added.append(request)

@@ -9,8 +9,11 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
+    SchedulerStats,
 )
 from pdserve_common.errors import OverloadedError
+from pdserve_common.rpc import MAX_MESSAGE_BYTES
+from pdserve_common.wire.output import engine_core_outputs_to_proto
 from pdserve_worker import outbox as module
 from pdserve_worker.outbox import Outbox
 
@@ -60,6 +63,50 @@ async def test_large_steps_leave_in_frames_that_lose_nothing() -> None:
     assert [output for frame in frames for output in frame.outputs] == sent
 
 
+def vector(request_id: str, size: int) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request_id, finish_reason=FinishReason.STOP, pooling_output=(0.5,) * size
+    )
+
+
+async def test_vectors_leave_in_frames_that_fit_into_messages() -> None:
+    box = Outbox(no_abort)
+    sent = [vector(str(i), 4096) for i in range(1000)]
+    box.put(outputs(*sent))
+    frames = await box.get(1.0)
+    assert [output for frame in frames for output in frame.outputs] == sent
+    most = max(engine_core_outputs_to_proto(frame).ByteSize() for frame in frames)
+    assert most <= module.MAX_FRAME_BYTES
+
+
+async def test_a_vector_that_fits_no_frame_leaves_alone() -> None:
+    """One of as many labels as an output may have bytes fits into a message all the same."""
+    size = (module.MAX_OUTPUT_BYTES - module.OUTPUT_BYTES) // module.POOLED_BYTES
+    box = Outbox(no_abort)
+    box.put(outputs(vector("small", 8), vector("large", size), vector("last", 8)))
+    frames = await box.get(1.0)
+    assert [[output.request_id for output in frame.outputs] for frame in frames] == [
+        ["small"],
+        ["large"],
+        ["last"],
+    ]
+    assert engine_core_outputs_to_proto(frames[1]).ByteSize() <= MAX_MESSAGE_BYTES
+
+
+async def test_the_largest_vector_is_cut_off_if_too_much_piles_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING_BYTES", 10_000)
+    box = Outbox(no_abort)
+    box.put(outputs(vector("small", 100), vector("large", 2400), tokens("other", 0, 5)))
+    (frame,) = await box.get(0.0)
+    found = {output.request_id: output for output in frame.outputs}
+    assert (found["small"], found["other"]) == (vector("small", 100), tokens("other", 0, 5))
+    assert found["large"].pooling_output is None
+    assert found["large"].error is not None
+    assert found["large"].error.code is ErrorCode.OVERLOADED
+
+
 async def test_the_death_of_the_engine_is_not_overwritten_by_a_later_message() -> None:
     box = Outbox(no_abort)
     error = EngineError(code=ErrorCode.ENGINE_DEAD, message="gone")
@@ -67,6 +114,35 @@ async def test_the_death_of_the_engine_is_not_overwritten_by_a_later_message() -
     box.put(outputs(tokens("a", 0, 5)))
     (frame,) = await box.get(1.0)
     assert frame.engine_dead == error
+
+
+async def test_what_a_step_says_of_the_engine_outlives_messages_that_say_nothing_of_it() -> None:
+    """A refusal, or a request that failed beside the steps, is put behind the last step's."""
+    box = Outbox(no_abort)
+    stats = SchedulerStats(num_running_reqs=0)
+    box.put(outputs(tokens("a", 0, 5), scheduler_stats=stats, finished_requests=frozenset("b")))
+    box.put(outputs(tokens("c", 0, finish_reason=FinishReason.ERROR)))
+    (frame,) = await box.get(1.0)
+    assert frame.scheduler_stats == stats
+    assert frame.finished_requests == {"b"}
+    # Told once.
+    box.put(outputs(tokens("d", 0, 5)))
+    (frame,) = await box.get(1.0)
+    assert (frame.scheduler_stats, frame.finished_requests) == (None, frozenset())
+
+
+async def test_ends_that_follow_from_a_step_come_behind_all_its_outputs() -> None:
+    """Whoever reads that the engine has died reads no further."""
+    box = Outbox(no_abort)
+    error = EngineError(code=ErrorCode.ENGINE_DEAD, message="gone")
+    sent = [tokens(str(i), 0, *range(1000)) for i in range(500)]
+    box.put(outputs(*sent, engine_dead=error, finished_requests=frozenset("b")))
+    *frames, last = await box.get(1.0)
+    assert frames
+    assert [(each.engine_dead, each.finished_requests) for each in frames] == [
+        (None, frozenset()) for _ in frames
+    ]
+    assert (last.engine_dead, last.finished_requests) == (error, {"b"})
 
 
 async def test_ends_alone_that_pile_up_are_too_much_for_any_router(

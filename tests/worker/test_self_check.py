@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_client import NO_TENSORS, OutputsCallback, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -64,7 +64,7 @@ class ScriptedEngine:
     def unregister_client(self, client_index: int) -> None:
         self._on_outputs = None
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
         if not self._answers:
             return  # hangs
         token_ids, num_cached, error = self._answers.pop(0)
@@ -84,7 +84,7 @@ class ScriptedEngine:
         self._on_outputs(EngineCoreOutputs(outputs=(output,)))
 
     async def call(self, verb: Call[Any]) -> int:
-        self.is_cache_reset = verb == ResetPrefixCache()
+        self.is_cache_reset = verb == ResetPrefixCache(keeps_tiers=True)
         return 0
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -12,7 +13,7 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common import attach_protocol
-from pdserve_common.engine_client import EngineClient
+from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -27,8 +28,8 @@ from pdserve_common.errors import (
 )
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.lora_types import LoRAAdapters
+from pdserve_common.request_validation import validate_engine_core_request
 from pdserve_common.rpc import rpc_errors
-from pdserve_common.validation import validate_engine_core_request
 from pdserve_common.version import VERSION
 from pdserve_common.wire import (
     engine_core_output_to_proto,
@@ -46,6 +47,11 @@ from pdserve_worker.attachment import (
 from pdserve_worker.kv_cache_feed import CachedBlocks
 from pdserve_worker.outbox import Outbox
 from pdserve_worker.router_stream import RouterStream
+from pdserve_worker.tensor_service import receive_tensor
+from pdserve_worker.tensor_store import TensorStore, tensor_not_held
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +67,20 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     """One worker's engine, served."""
 
     def __init__(
-        self, engine: EngineClient, *, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EngineClient,
+        *,
+        tensors: TensorStore | None = None,
+        tracing: "Tracing | None" = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`tensors` holds what requests name, of an engine that takes any. With `tracing` requests
+        of attached routers have spans.
+        """
         self._engine = engine
+        self._tensors = tensors
         self._clock = clock
-        self._attachments = Attachments(engine)
+        self._attachments = Attachments(engine, tracing, clock=clock)
         self._cached_blocks = CachedBlocks()
         engine.record_kv_cache_events(self._cached_blocks.apply)
         self._is_draining = False
@@ -112,7 +127,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                         field="stop",
                     )
                 valid = self._validated(request.request, context.time_remaining())
-                self._engine.add_request(dataclasses.replace(valid, client_index=client_index))
+                own = dataclasses.replace(valid, client_index=client_index)
+                self._engine.add_request(own, self._tensors_of(valid))
                 is_finished = False
                 while not is_finished:
                     for outputs in await outbox.get(HEARTBEAT_S):
@@ -131,8 +147,11 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         requests: AsyncIterator[service_pb2.PutTensorRequest],
         context: grpc.aio.ServicerContext,
     ) -> service_pb2.PutTensorResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "tensors are not served yet")
-        raise AssertionError("abort raises")
+        async with rpc_errors(context):
+            if self._tensors is None or not self._engine.info.modalities:
+                raise FailedPreconditionError("the model takes no tensors: it knows only text")
+            ttl_s = await receive_tensor(requests, self._tensors, client=context.peer())
+            return service_pb2.PutTensorResponse(ttl_ms=round(1000 * ttl_s))
 
     async def Attach(
         self, requests: AsyncIterator[service_pb2.AttachRequest], context: grpc.aio.ServicerContext
@@ -290,9 +309,19 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             logger.warning("request %s came twice", message.request_id)
             return
         try:
-            attachment.add_request(self._validated(message, None), handle=added.handle)
+            valid = self._validated(message, None)
+            attachment.add_request(valid, self._tensors_of(valid), handle=added.handle)
         except PdserveError as error:
-            attachment.outbox.put(_refusal(message, error))
+            attachment.outbox.put(_refusal(message, error, now=self._clock()))
+
+    def _tensors_of(self, request: EngineCoreRequest) -> Tensors:
+        """Return the bytes of what a valid request names. Raises TensorNotHeldError."""
+        if not request.mm_features:
+            return NO_TENSORS
+        refs = [feature.data for feature in request.mm_features if feature.data is not None]
+        if self._tensors is None:
+            raise tensor_not_held(refs[0])
+        return self._tensors.get_all(refs)
 
     def _validated(
         self, message: core_pb2.EngineCoreRequest, remaining_s: float | None
@@ -337,7 +366,7 @@ def _resume_of(hello: service_pb2.AttachHello) -> Resume | None:
     if not hello.HasField("resume"):
         return None
     resume = hello.resume
-    listed = frozenset(RequestAttempt(r.request_id, r.attempt) for r in resume.requests)
+    listed = dict.fromkeys(RequestAttempt(r.request_id, r.attempt) for r in resume.requests)
     return Resume(resume.worker_epoch, resume.next_frame_seq, listed)
 
 
@@ -353,11 +382,13 @@ def _to_message(frame: Frame, handles: Mapping[tuple[str, int], int]) -> service
     return service_pb2.AttachResponse(outputs=outputs, frame_seq=frame.seq)
 
 
-def _refusal(message: core_pb2.EngineCoreRequest, error: PdserveError) -> EngineCoreOutputs:
+def _refusal(
+    message: core_pb2.EngineCoreRequest, error: PdserveError, *, now: float
+) -> EngineCoreOutputs:
     output = EngineCoreOutput(
         request_id=message.request_id,
         attempt=message.attempt,
         finish_reason=FinishReason.ERROR,
         error=error.to_engine_error(),
     )
-    return EngineCoreOutputs(outputs=(output,))
+    return EngineCoreOutputs(outputs=(output,), timestamp=now)

@@ -5,16 +5,21 @@ a broken stream for a while, so that the router can attach again and go on.
 import asyncio
 import dataclasses
 import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve_common.engine_client import EngineClient
+from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.errors import PdserveError
 from pdserve_common.liveness import sleep_awake
 from pdserve_worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
+from pdserve_worker.request_spans import RequestSpans
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ class Resume(NamedTuple):
 
     worker_epoch: str
     next_frame_seq: int
-    requests: frozenset[RequestAttempt]
+    requests: Collection[RequestAttempt]
 
 
 class Frame(NamedTuple):
@@ -52,8 +57,11 @@ class Frame(NamedTuple):
 class Attachment:
     """One router. Used on the event loop's thread only."""
 
-    def __init__(self, engine: EngineClient, router_id: str) -> None:
+    def __init__(
+        self, engine: EngineClient, router_id: str, tracing: "Tracing | None" = None
+    ) -> None:
         self.router_id = router_id
+        self._spans = RequestSpans(tracing, model=engine.info.model) if tracing else None
         self.outbox = Outbox(lambda request_id: self.abort_requests([request_id]))
         self.client_index = engine.register_client(self._on_outputs)
         self._engine = engine
@@ -84,15 +92,26 @@ class Attachment:
 
     # ---- requests
 
-    def add_request(self, request: EngineCoreRequest, *, handle: int = 0) -> None:
-        """Hand a validated request to the engine; a higher attempt supersedes a lower one. `handle`
-        is the router's number of it, if not 0. Raises a PdserveError; a lower attempt is aborted
-        then, as the router has given it up.
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        tensors: Tensors = NO_TENSORS,
+        *,
+        handle: int = 0,
+    ) -> None:
+        """Hand a validated request to the engine, with the `tensors` that it names; a higher
+        attempt supersedes a lower one. `handle` is the router's number of it, if not 0. Raises a
+        PdserveError; a lower attempt is aborted then, as the router has given it up.
         """
         running = self._running.get(request.request_id)
+        if self._spans is not None:
+            self._spans.begin(request)
         try:
-            self._engine.add_request(dataclasses.replace(request, client_index=self.client_index))
+            own = dataclasses.replace(request, client_index=self.client_index)
+            self._engine.add_request(own, tensors)
         except PdserveError:
+            if self._spans is not None:
+                self._spans.refuse(request.request_id)
             if running is not None:
                 self.abort_requests([request.request_id])
             raise
@@ -113,13 +132,20 @@ class Attachment:
         """Abort the router's requests and forget it."""
         self.close_stream()
         self._engine.unregister_client(self.client_index)
+        if self._spans is not None:
+            self._spans.end_all()
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
-            if output.finished and self._running.get(output.request_id) == output.attempt:
+            if (
+                output.finish_reason is not None
+                and self._running.get(output.request_id) == output.attempt
+            ):
                 del self._running[output.request_id]
                 self.handles.pop((output.request_id, output.attempt), None)
         self.outbox.put(outputs)
+        if self._spans is not None:
+            self._spans.take(outputs.outputs)
 
     # ---- frames
 
@@ -183,8 +209,16 @@ class Attachment:
 class Attachments:
     """All routers of a worker."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tracing: "Tracing | None" = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
+        self._tracing = tracing
+        self._clock = clock
         self._by_router: dict[tuple[str, str], Attachment] = {}
         self._expiries: dict[Attachment, asyncio.Task[None]] = {}
 
@@ -204,7 +238,7 @@ class Attachments:
                 self._cancel_expiry(attachment)
                 return attachment, attachment.resume(resume)
             self.end(attachment)
-        attachment = self._by_router[router] = Attachment(self._engine, router[0])
+        attachment = self._by_router[router] = Attachment(self._engine, router[0], self._tracing)
         return attachment, []
 
     def keep(self, attachment: Attachment) -> None:
@@ -233,7 +267,7 @@ class Attachments:
         return is_ours and attachment.can_resume(resume)
 
     async def _expire(self, attachment: Attachment) -> None:
-        await sleep_awake(REATTACH_S)
+        await sleep_awake(REATTACH_S, clock=self._clock)
         del self._expiries[attachment]
         logger.warning("router %s did not come back: its requests end", attachment.router_id)
         self.end(attachment)

@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 
 from pdserve_common.config import LogLevel, opt
+from pdserve_common.tensors import MAX_TENSOR_BYTES
 from pdserve_common.tls import TlsConfig
+from pdserve_common.tracing_config import check_endpoint, endpoint_opt
 from pdserve_common.validation import id_problem
+
+# One router has at most half of it, which is to hold any tensor.
+MIN_TENSOR_CACHE_BYTES = 2 * MAX_TENSOR_BYTES
 
 
 # No slots: the services combine this with EngineConfig by multiple inheritance.
@@ -20,6 +25,12 @@ class WorkerConfig(TlsConfig):
     self_check_timeout_s: float = opt(
         60.0, "Time limit of the trial generation that a worker runs before it serves."
     )
+    tensor_cache_bytes: int = opt(
+        256 * 1024 * 1024,
+        "Of a model that takes pictures: memory for the pixels that routers put before the "
+        "requests that name them. Unused by models of text.",
+    )
+    otlp_traces_endpoint: str | None = endpoint_opt()
     log_level: LogLevel = opt("info", "What is logged.")
 
     def __post_init__(self) -> None:
@@ -30,8 +41,14 @@ class WorkerConfig(TlsConfig):
         for name in ("port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
+        check_endpoint(self.otlp_traces_endpoint)
         if not self.drain_timeout_s >= 0:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must be at least 0")
+        if self.tensor_cache_bytes < MIN_TENSOR_CACHE_BYTES:
+            raise ValueError(
+                f"tensor_cache_bytes is {self.tensor_cache_bytes}, must be at least "
+                f"{MIN_TENSOR_CACHE_BYTES}"
+            )
         if not self.self_check_timeout_s > 0:
             raise ValueError(
                 f"self_check_timeout_s is {self.self_check_timeout_s}, must be above 0"

@@ -12,8 +12,7 @@ from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.liveness import HEARTBEAT_S, every
-from pdserve_common.rpc import open_channel
-from pdserve_common.tls import Tls
+from pdserve_common.rpc import OpenChannel, open_channel
 from pdserve_common.wire import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
@@ -31,10 +30,12 @@ MAX_BACKOFFS = 1024
 class KVLinkPool:
     """Owns the links of D's connector and sends its heartbeats until `close`."""
 
-    def __init__(self, connector: KVConsumerEndpoint, tls: Tls | None = None) -> None:
+    def __init__(
+        self, connector: KVConsumerEndpoint, *, open_channel: OpenChannel = open_channel
+    ) -> None:
         """Serve the connector's wishes for links. Must run inside the event loop."""
         self._connector = connector
-        self._tls = tls
+        self._open_channel = open_channel
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._backoff_s: dict[str, float] = {}
         self._is_closed = False
@@ -77,7 +78,7 @@ class KVLinkPool:
             if before is not None:
                 await asyncio.gather(before, return_exceptions=True)
             await asyncio.sleep(self._backoff_s.get(engine_id, 0.0))
-            async with open_channel(address, self._tls) as channel:
+            async with self._open_channel(address) as channel:
                 call: grpc.aio.StreamStreamCall = kv_grpc.KvTransferServiceStub(channel).KvLink()
                 try:
                     link, outgoing = await asyncio.wait_for(

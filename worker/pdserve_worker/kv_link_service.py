@@ -31,7 +31,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
     def __init__(self, connector: KVProducerEndpoint) -> None:
         """Must run inside the event loop."""
         self._connector = connector
-        self._links: set[Outgoing[KVLinkResponseMessage]] = set()
+        self._links: dict[Outgoing[KVLinkResponseMessage], None] = {}
         self._ticker = asyncio.create_task(every(HEARTBEAT_S, connector.on_tick))
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -51,13 +51,13 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
     ) -> AsyncIterator[kv_pb2.KvLinkResponse]:
         outgoing: Outgoing[KVLinkResponseMessage] = Outgoing()
         link = await self._accept(request_iterator, outgoing, context)
-        self._links.add(outgoing)
+        self._links[outgoing] = None
         reader = asyncio.create_task(self._read(request_iterator, link, outgoing))
         try:
             while (message := await outgoing.get()) is not None:
                 yield kv_link_response_to_proto(message)
         finally:
-            self._links.discard(outgoing)
+            self._links.pop(outgoing, None)
             self._connector.link_lost(link, outgoing.closed_because or "stream ended")
             reader.cancel()
             (error,) = await asyncio.gather(reader, return_exceptions=True)

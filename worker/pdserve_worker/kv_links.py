@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from pdserve_common.tls import Tls
+from pdserve_common.rpc import OpenChannel
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
 from pdserve_worker.kv_link_client import KVLinkPool
 from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
 from pdserve_worker.process import Worker
 
 
-def carry_links(worker: Worker, connectors: Iterable[object], tls: Tls | None) -> None:
+def carry_links(worker: Worker, connectors: Iterable[object], open_channel: OpenChannel) -> None:
     """Serve and dial for all that have links, until the worker closes. Must run inside the event
     loop.
     """
@@ -21,7 +21,7 @@ def carry_links(worker: Worker, connectors: Iterable[object], tls: Tls | None) -
             worker.services[SERVICE_NAME] = servicer.add_to_server
             closers.append(servicer.close)
         elif isinstance(connector, KVConsumerEndpoint):
-            closers.append(KVLinkPool(connector, tls).close)
+            closers.append(KVLinkPool(connector, open_channel=open_channel).close)
 
     async def close() -> None:
         await asyncio.gather(*(closer() for closer in closers))

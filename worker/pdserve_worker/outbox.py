@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -20,10 +22,12 @@ MAX_PENDING_BYTES = 16 * 1024 * 1024
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 # A frame stays well below gRPC's message limit and does not hold up the frames behind it.
 MAX_FRAME_BYTES = 1024 * 1024
-# Rough size of an output without its tokens, of a token and of a logprob, on the wire.
+# Rough size of an output without its tokens, of a token, of a logprob and of a pooled number, on
+# the wire.
 OUTPUT_BYTES = 96
 TOKEN_BYTES = 5
 LOGPROB_BYTES = 9
+POOLED_BYTES = 4
 
 EMPTY = EngineCoreOutputs()
 
@@ -57,8 +61,13 @@ class Outbox:
             self._put(output)
         while self.is_overfull and self._cut_off_largest():
             pass
+        rest = self._rest
         self._rest = dataclasses.replace(
-            outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
+            outputs,
+            outputs=(),
+            scheduler_stats=outputs.scheduler_stats or rest.scheduler_stats,
+            finished_requests=outputs.finished_requests | rest.finished_requests,
+            engine_dead=outputs.engine_dead or rest.engine_dead,
         )
         self._event.set()
 
@@ -88,17 +97,21 @@ class Outbox:
             )
         self._event.clear()
         pending, self._pending, self._num_bytes = self._pending, {}, 0
-        frames = [
-            dataclasses.replace(self._rest, outputs=tuple(frame))
-            for frame in _frames(pending.values())
-        ]
         rest, self._rest = self._rest, EMPTY
-        return frames or ([] if rest is EMPTY else [rest])
+        frames = [tuple(frame) for frame in _frames(pending.values())]
+        if not frames:
+            return [] if rest is EMPTY else [rest]
+        # What ends requests, or the engine, comes behind all outputs.
+        before = dataclasses.replace(rest, finished_requests=frozenset(), engine_dead=None)
+        return [
+            *(dataclasses.replace(before, outputs=frame) for frame in frames[:-1]),
+            dataclasses.replace(rest, outputs=frames[-1]),
+        ]
 
     def _put(self, output: EngineCoreOutput) -> None:
         """Of two attempts of a request only the higher one is wanted any more (rule K7)."""
         request_id, num_bytes = output.request_id, size_of(output)
-        if self._cut_off.get(request_id) == output.attempt:
+        if self._cut_off and self._cut_off.get(request_id) == output.attempt:
             if output.finished:
                 del self._cut_off[request_id]
             return
@@ -152,7 +165,7 @@ def _join(first: LogprobsLists | None, second: LogprobsLists | None) -> Logprobs
 
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
     """Return one output that says what two consecutive ones of a request said."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         second,
         new_token_ids=first.new_token_ids + second.new_token_ids,
         first_token_index=first.first_token_index,
@@ -169,13 +182,13 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
 
 def size_of(output: EngineCoreOutput) -> int:
     """Return its bytes on the wire, roughly."""
-    num_logprobs = sum(
-        len(values)
-        for logprobs in (output.new_logprobs, output.new_prompt_logprobs)
-        if logprobs is not None
-        for values in logprobs.logprobs
-    )
-    return OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids) + LOGPROB_BYTES * num_logprobs
+    num_bytes = OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+    for logprobs in (output.new_logprobs, output.new_prompt_logprobs):
+        if logprobs is not None:
+            num_bytes += LOGPROB_BYTES * sum(map(len, logprobs.logprobs))
+    if output.pooling_output is not None:
+        num_bytes += POOLED_BYTES * len(output.pooling_output)
+    return num_bytes
 
 
 def _frames(pending: Iterable[_Waiting]) -> Iterator[list[EngineCoreOutput]]:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import uvloop
@@ -24,17 +24,26 @@ from pdserve_common.metrics import BuildMetrics, LimitMetrics
 from pdserve_common.metrics_server import MetricsServer
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
+from pdserve_common.tensor_metrics import TensorMetrics
 from pdserve_common.tls import Tls
+from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
 from pdserve_worker import control_service
 from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
 from pdserve_worker.config import WorkerConfig
 from pdserve_worker.self_check import check_engine
+from pdserve_worker.tensor_store import TensorStore
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 # After the drain, how long streams that are still open may take to end.
 STOP_GRACE_S = 2.0
+# For the engine to end its step and release its memory; then the system does. With all the rest it
+# is less than `pdserve up`, compose.yaml and the chart give beside the drain.
+ENGINE_CLOSE_TIMEOUT_S = 7.0
 EXIT_CANNOT_START = 1
 EXIT_BROKEN = 2
 HEALTH_CHECK_S = 0.5
@@ -86,6 +95,8 @@ class _Process:
     server: RpcServer
     metrics_server: MetricsServer
     worker: Worker
+    tensors: TensorStore
+    tracing: "Tracing | None"
 
 
 async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
@@ -136,19 +147,29 @@ async def _start(
         on_limit=partial(limits.count, "metrics"),
     )
     engine_id = config.engine_id or _engine_id(config.host, role, server.port)
+    tracing = open_tracing(
+        config.otlp_traces_endpoint, registry, service=f"pdserve-{role}", instance=engine_id
+    )
     building = build(WorkerContext(engine_id=engine_id, registry=registry, tls=tls))
     worker = await _unless_stopped(
         _build_and_check(building, timeout_s=config.self_check_timeout_s), stop
     )
     info = worker.engine.info
     BuildMetrics(registry, role=role, version=VERSION, model=info.model, kernels=info.kernels)
-    return _Process(config=config, server=server, metrics_server=metrics_server, worker=worker)
+    return _Process(
+        config=config,
+        server=server,
+        metrics_server=metrics_server,
+        worker=worker,
+        tensors=TensorStore(config.tensor_cache_bytes, TensorMetrics(registry)),
+        tracing=tracing,
+    )
 
 
 async def _open(process: _Process) -> tuple[EngineCoreServicer, control_service.Readiness]:
     """Serve requests."""
     engine, server, config = process.worker.engine, process.server, process.config
-    servicer = EngineCoreServicer(engine)
+    servicer = EngineCoreServicer(engine, tensors=process.tensors, tracing=process.tracing)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
     readiness = control_service.Readiness(engine, server, servicer)
     controls = control_service.ControlServicer(
@@ -183,11 +204,21 @@ async def _shut_down(
     servicer.stop()
     await process.worker.close()
     await process.server.stop(STOP_GRACE_S)
+    if process.tracing is not None:
+        await asyncio.to_thread(process.tracing.close)
     process.metrics_server.close()
-    if problem is None:
-        await engine.close()
-        problem = engine.problem()
-    return problem
+    return problem or await close_engine(engine)
+
+
+async def close_engine(
+    engine: EngineClient, *, timeout_s: float = ENGINE_CLOSE_TIMEOUT_S
+) -> str | None:
+    """Return what is wrong with it: the process has to end without it then."""
+    try:
+        await asyncio.wait_for(engine.close(), timeout_s)
+    except asyncio.TimeoutError:
+        return f"the engine has not closed within {timeout_s:g} s"
+    return engine.problem()
 
 
 def _engine_id(host: str, role: str, port: int) -> str:

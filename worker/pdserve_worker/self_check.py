@@ -1,9 +1,10 @@
-"""A worker's proof, before it serves, that its engine generates: with the model's own tokens,
-through the way requests take.
+"""A worker's proof, before it serves, that its engine generates, or pools: with the model's own
+tokens, through the way requests take.
 """
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pdserve_common.engine_types import (
     EngineInfo,
 )
 from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.pooling_params import GENERATE, PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import ResetPrefixCache
 
@@ -29,8 +31,8 @@ class SelfCheckError(PdserveError):
 
 
 async def check_engine(engine: EngineClient, *, timeout_s: float) -> None:
-    """Generate the same tokens greedily, twice, and leave no block cached or held. Raises
-    SelfCheckError.
+    """Have one prompt answered twice, greedily if it generates, and leave no block cached or held.
+    Raises SelfCheckError.
     """
     started = time.monotonic()
     try:
@@ -50,14 +52,14 @@ async def _check(engine: EngineClient) -> None:
     client_index = engine.register_client(outputs.put_nowait)
     request = _request(engine.info, client_index)
     try:
-        first = await _generate(engine, request, outputs)
-        second = await _generate(engine, request, outputs)
+        first = await _ask(engine, request, outputs)
+        second = await _ask(engine, request, outputs)
     finally:
         engine.unregister_client(client_index)
     # Where the last bits depend on a batch's shape, a near tie may go either way.
-    if engine.info.determinism == "exact" and first.token_ids != second.token_ids:
+    if engine.info.determinism == "exact" and first.values != second.values:
         raise SelfCheckError(
-            f"one prompt gave the tokens {first.token_ids} and then {second.token_ids}: does "
+            f"one prompt gave {_shown(first.values)} and then {_shown(second.values)}: does "
             "--no-enable-prefix-caching help? Then its blocks were overwritten"
         )
     is_whole_block = len(request.prompt_token_ids) > engine.info.block_size
@@ -65,38 +67,56 @@ async def _check(engine: EngineClient) -> None:
         raise SelfCheckError(
             "the same prompt was not found in the prefix cache: use --no-enable-prefix-caching"
         )
-    await engine.call(ResetPrefixCache())
+    await engine.call(ResetPrefixCache(keeps_tiers=True))
 
 
 def _request(info: EngineInfo, client_index: int) -> EngineCoreRequest:
-    max_tokens = min(NUM_TOKENS, info.max_model_len - 1)
+    sampling, pooling = None, None
+    max_tokens = 0
+    if GENERATE in info.tasks:
+        max_tokens = min(NUM_TOKENS, info.max_model_len - 1)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    else:
+        pooling = PoolingParams(task=info.tasks[0])
     num_prompt_tokens = min(NUM_BLOCKS * info.block_size + 1, info.max_model_len - max_tokens)
     return EngineCoreRequest(
         request_id="self-check",
         prompt_token_ids=tuple(i % info.vocab_size for i in range(num_prompt_tokens)),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        sampling_params=sampling,
+        pooling_params=pooling,
         client_index=client_index,
+        # Computed here, not found in a tier that an earlier start has filled.
+        cache_salt=secrets.token_hex(8),
     )
 
 
-async def _generate(
+async def _ask(
     engine: EngineClient, request: EngineCoreRequest, outputs: "asyncio.Queue[EngineCoreOutputs]"
-) -> "_Generated":
+) -> "_Answer":
     """Raises the PdserveError with which the request ends."""
     engine.add_request(request)
-    token_ids: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
     num_cached_tokens = 0
     is_finished = False
     while not is_finished:
         for output in _outputs_of(await outputs.get()):
-            token_ids += output.new_token_ids
+            values += output.new_token_ids + (output.pooling_output or ())
             if output.prefill_stats is not None:
                 num_cached_tokens = output.prefill_stats.num_cached_tokens
             is_finished = output.finished
-    wanted = request.sampling_params.max_tokens if request.sampling_params is not None else None
-    if len(token_ids) != wanted:
-        raise SelfCheckError(f"{len(token_ids)} tokens came instead of {wanted}")
-    return _Generated(token_ids, num_cached_tokens)
+    params = request.sampling_params
+    kind, wanted = "numbers", engine.info.embedding_size
+    if params is not None and params.max_tokens is not None:
+        kind, wanted = "tokens", params.max_tokens
+    if len(values) != wanted:
+        raise SelfCheckError(f"{len(values)} {kind} came instead of {wanted}")
+    return _Answer(values, num_cached_tokens)
+
+
+def _shown(values: tuple[float, ...]) -> str:
+    """Return them, as far as it helps."""
+    more = len(values) - NUM_TOKENS
+    return f"{values[:NUM_TOKENS]}" + (f" and {more} more" if more > 0 else "")
 
 
 def _outputs_of(message: EngineCoreOutputs) -> tuple[EngineCoreOutput, ...]:
@@ -107,6 +127,8 @@ def _outputs_of(message: EngineCoreOutputs) -> tuple[EngineCoreOutput, ...]:
     return message.outputs
 
 
-class _Generated(NamedTuple):
-    token_ids: tuple[int, ...]
+class _Answer(NamedTuple):
+    """Tokens, or the numbers of a vector."""
+
+    values: tuple[float, ...]
     num_cached_tokens: int

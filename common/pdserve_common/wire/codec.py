@@ -24,6 +24,7 @@ from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types, kv_types, lora_types, sampling_params
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.pooling_params import GENERATE
 from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_common.wire.convert import enum_from_proto, ns_to_seconds, seconds_to_ns
 
@@ -128,6 +129,8 @@ _DIFFERENT: Mapping[tuple[type, str], tuple[str, Convert, Convert]] = {
         _kwargs_from_proto,
     ),
     (kv_types.SessionEnded, "reason"): ("reason", None, _end_reason_from_proto),
+    # Workers that know of no tasks generate.
+    (engine_types.EngineInfo, "tasks"): ("tasks", None, lambda tasks: tuple(tasks) or (GENERATE,)),
 }
 
 

@@ -1,8 +1,6 @@
 """EngineCoreOutputs to and from protobuf, by hand: each token pays for it."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -141,12 +139,16 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
     )
 
 
-# What TokenColumns say of a request. The rest is all other fields, those of the future among them.
-_IN_COLUMNS = ("request_id", "attempt", "new_token_ids", "first_token_index")
-_rest_of = attrgetter(
-    *(f.name for f in dataclasses.fields(EngineCoreOutput) if f.name not in _IN_COLUMNS)
-)
-_NO_REST = _rest_of(EngineCoreOutput(request_id=""))
+def _has_only_tokens(output: EngineCoreOutput) -> bool:
+    """Does it say no more than TokenColumns do? The rest is all other fields, those of the future
+    among them.
+    """
+    return output == EngineCoreOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        new_token_ids=output.new_token_ids,
+        first_token_index=output.first_token_index,
+    )
 
 
 def _add_outputs(
@@ -154,21 +156,29 @@ def _add_outputs(
     outputs: EngineCoreOutputs,
     handles: Mapping[tuple[str, int], int],
 ) -> None:
-    """Add those of attempts with a handle that have only tokens as columns: of the 5 us that each
-    costs otherwise, on both sides, 0.3 us are left. Columns are read first: of a request with
-    several outputs those behind a whole one are whole, too.
+    """Add those of attempts with a handle that have only tokens as columns, which costs a tenth of
+    what whole ones cost. Columns are read first: of a request with several outputs those behind a
+    whole one are whole, too.
     """
     whole: set[str] = set()
+    rows: list[int] = []
+    token_ids: list[int] = []
+    token_indexes: list[int] = []
     for output in outputs.outputs:
         handle = handles.get((output.request_id, output.attempt))
-        if handle is None or output.request_id in whole or _rest_of(output) != _NO_REST:
+        if handle is None or output.request_id in whole or not _has_only_tokens(output):
             whole.add(output.request_id)
             message.outputs.append(engine_core_output_to_proto(output))
             continue
-        begin, num_tokens = output.first_token_index, len(output.new_token_ids)
-        message.tokens.handles.extend([handle] * num_tokens)
-        message.tokens.token_ids.extend(output.new_token_ids)
-        message.tokens.token_indexes.extend(range(begin, begin + num_tokens))
+        for index, token_id in enumerate(output.new_token_ids, output.first_token_index):
+            rows.append(handle)
+            token_ids.append(token_id)
+            token_indexes.append(index)
+    if rows:
+        columns = message.tokens
+        columns.handles.extend(rows)
+        columns.token_ids.extend(token_ids)
+        columns.token_indexes.extend(token_indexes)
 
 
 def engine_core_outputs_to_proto(

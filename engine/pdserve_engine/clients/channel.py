@@ -36,6 +36,13 @@ class Channel(asyncio.Protocol):
         self._end = ""
         self._is_lost = False
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits for the other end. On the event loop's thread."""
+        with self._lock:
+            num_queued = sum(map(len, self._unsent))
+        return num_queued + self._transport.get_write_buffer_size()
+
     def send(self, message: Message, ref: int = 0) -> None:
         """Queue a message, in the order of the calls. Any thread; forgotten if the connection has
         ended. Raises ProtocolError if it is too large.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from pdserve_common.engine_client import EngineClient, EngineState
+from pdserve_common.engine_client import EngineClient, EngineState, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -75,6 +75,8 @@ class _EngineProcess:
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
+        # Of live requests, until the other end says that they have ended.
+        self._tensors: dict[bytes, bytes] = {}
         # Of the adapters, as they were told.
         self._adapters_version = 0
 
@@ -180,8 +182,11 @@ class _EngineProcess:
             self._on_request(self._engine, message, ref)
 
     def _on_request(self, engine: EngineClient, message: messages.Message, ref: int) -> None:
-        if isinstance(message, EngineCoreRequest):
+        if isinstance(message, messages.AddRequest):
             self._add(engine, message)
+        elif isinstance(message, messages.ForgetTensors):
+            for content_hash in message.content_hashes:
+                self._tensors.pop(content_hash, None)
         elif isinstance(message, messages.LinkMessage) and ref % 2 in self._links:
             self._links[ref % 2].handle(message, ref)
         elif isinstance(message, messages.AbortRequests):
@@ -202,10 +207,13 @@ class _EngineProcess:
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
 
-    def _add(self, engine: EngineClient, request: EngineCoreRequest) -> None:
+    def _add(self, engine: EngineClient, message: messages.AddRequest) -> None:
+        request = message.request
+        self._tensors.update(message.tensors)
+        tensors = _tensors_of(request, self._tensors)
         index = self._client_indexes.get(request.client_index, NO_CLIENT)
         try:
-            engine.add_request(dataclasses.replace(request, client_index=index))
+            engine.add_request(dataclasses.replace(request, client_index=index), tensors)
         except PdserveError as error:
             # Accepted over there: it has to end over there.
             output = EngineCoreOutput(
@@ -236,6 +244,13 @@ class _EngineProcess:
         if isinstance(call, messages.GetMetrics):
             return take_snapshot(self._registry)
         return await engine.call(call)
+
+
+def _tensors_of(request: EngineCoreRequest, held: Tensors) -> Tensors:
+    """Return the request's own, which others share."""
+    refs = (feature.data for feature in request.mm_features)
+    keys = (ref.content_hash for ref in refs if ref is not None)
+    return {key: held[key] for key in keys if key in held}
 
 
 def _plain_error(error: Exception) -> EngineError:

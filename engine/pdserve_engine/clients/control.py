@@ -22,6 +22,8 @@ from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
 CONTROL_TIMEOUT_S = 600.0
+# When to ask again for a verb that is refused because another one is under way.
+BUSY_RETRY_MS = 100
 
 Future = asyncio.Future[Any]
 
@@ -109,7 +111,9 @@ class ControlClient:
         """One at a time: they would pull the engine in different directions."""
         self._check_open()
         if self._pending is not None:
-            raise FailedPreconditionError(f"cannot {verb}: {self._pending[0]} is under way")
+            raise FailedPreconditionError(
+                f"cannot {verb}: {self._pending[0]} is under way", retry_after_ms=BUSY_RETRY_MS
+            )
         future: Future = self._loop.create_future()
         self._pending = verb, future
         try:

@@ -5,6 +5,7 @@ looks at before it hands out its tokens. Outputs come back on the event loop's t
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -17,7 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_common.engine_client import EngineState, KVCacheEventsCallback, OutputsCallback
+from pdserve_common.engine_client import (
+    NO_TENSORS,
+    EngineState,
+    KVCacheEventsCallback,
+    OutputsCallback,
+    Tensors,
+)
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -49,6 +56,7 @@ MAX_WAIT_S = 60.0
 
 class _Add(NamedTuple):
     request: EngineCoreRequest
+    tensors: Tensors
     # When it came, by the clock: a step may be under way.
     queued_time: float
 
@@ -166,8 +174,7 @@ class InprocEngineClient:
         self._control = ControlClient(
             loaded.control, post=self._post, call_soon=self._call_soon, clock=self._clock
         )
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._start_engine()
 
     # ---- EngineClient
 
@@ -187,12 +194,13 @@ class InprocEngineClient:
     def unregister_client(self, client_index: int) -> None:
         self._clients.pop(client_index, None)
         self.abort_requests(client_index, self._owners.of_client(client_index))
+        self._owners.disown(client_index)
 
     def record_kv_cache_events(self, on_events: KVCacheEventsCallback) -> None:
         self._on_kv_cache_events = on_events
         self._post(self._core.scheduler.kv.block_pool.record_events)
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
         if self._error is not None:
             raise EngineDeadError(self._error)
         if self._is_draining:
@@ -200,7 +208,7 @@ class InprocEngineClient:
         self._owners.claim(request)
         for connector in self._connectors:
             connector.on_dispatched(request)
-        self._inputs.put(_Add(request, self._clock()))
+        self._inputs.put(_Add(request, tensors, self._clock()))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # Ids without an owner may be requests that P has handed off: their sessions end.
@@ -282,6 +290,10 @@ class InprocEngineClient:
 
     # ---- engine thread
 
+    def _start_engine(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         # OpenMP's number of threads is each thread's own; torch sets this one's when asked.
         torch.get_num_threads()
@@ -296,25 +308,31 @@ class InprocEngineClient:
         core = self._core
         may_step = False
         while not self._is_stopped:
-            self._process_inputs(may_block=not may_step)
+            if not may_step:
+                self._wait_for_input()
+            self._process_inputs()
             is_step = core.has_work()
-            result = core.step() if is_step else core.poll()
-            # A step that changed nothing waits for an event: a request, freed blocks, a deadline.
-            # A poll may have brought work.
-            may_step = core.has_work() and (result.has_progressed or not is_step)
-            self._call_soon(self._deliver, result)
-            self._control.after_step()
+            may_step = self._after_step(core.step() if is_step else core.poll(), is_step=is_step)
 
-    def _process_inputs(self, *, may_block: bool) -> None:
-        if may_block:
-            timeout = MAX_WAIT_S
-            deadline = self._core.scheduler.next_deadline()
-            if deadline is not None:
-                timeout = min(timeout, max(0.0, deadline - self._clock()))
-            try:
-                self._handle(self._inputs.get(timeout=timeout))
-            except queue.Empty:
-                return
+    def _after_step(self, result: StepResult, *, is_step: bool) -> bool:
+        """Hand out a result; False if there is nothing to step for before an input comes."""
+        self._call_soon(self._deliver, result)
+        self._control.after_step()
+        # A step that changed nothing waits for an event: a request, freed blocks, a deadline. A
+        # poll may have brought work.
+        return self._core.has_work() and (result.has_progressed or not is_step)
+
+    def _wait_for_input(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._handle(self._inputs.get(timeout=self._max_wait_s()))
+
+    def _max_wait_s(self) -> float:
+        deadline = self._core.scheduler.next_deadline()
+        if deadline is None:
+            return MAX_WAIT_S
+        return min(MAX_WAIT_S, max(0.0, deadline - self._clock()))
+
+    def _process_inputs(self) -> None:
         while True:
             try:
                 self._handle(self._inputs.get_nowait())
@@ -323,7 +341,7 @@ class InprocEngineClient:
 
     def _handle(self, item: _Input) -> None:
         if isinstance(item, _Add):
-            self._core.add_request(item.request, queued_time=item.queued_time)
+            self._core.add_request(item.request, item.tensors, queued_time=item.queued_time)
         elif isinstance(item, _Abort):
             # What `_aborts` still holds is repeated here or further on in `_inputs`: it must not
             # be left to hit a later request of the same id.
@@ -355,7 +373,11 @@ class InprocEngineClient:
             outputs = self._owners.release_ended(group)
             callback = self._clients.get(client_index)
             if callback is not None:
-                callback(EngineCoreOutputs(outputs=outputs, scheduler_stats=result.stats))
+                callback(
+                    EngineCoreOutputs(
+                        outputs=outputs, scheduler_stats=result.stats, timestamp=self._clock()
+                    )
+                )
 
     def _announce_death(self) -> None:
         assert self._error is not None
@@ -363,7 +385,7 @@ class InprocEngineClient:
         self._owners.clear()
         self._control.close(self._error)
         for callback in list(self._clients.values()):
-            callback(EngineCoreOutputs(engine_dead=error))
+            callback(EngineCoreOutputs(engine_dead=error, timestamp=self._clock()))
 
 
 def _log_iteration(step_seq: int, stats: SchedulerStats) -> None:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdserve_common.engine_types import EngineInfo, WorkerRole
+from pdserve_common.engine_types import EngineInfo
 from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
-from pdserve_common.model_folder import model_name
-from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
+from pdserve_engine.clients.description import describe
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.engine_core import EngineCore
@@ -27,6 +26,8 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
+from pdserve_engine.kv_offload.build import make_offload
+from pdserve_engine.kv_offload.offload import KVOffload
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
@@ -38,6 +39,7 @@ from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.hub import FetchAdapter, HubFetch
+from pdserve_engine.pooling.settings import pooling_settings
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
@@ -61,6 +63,7 @@ class LoadedEngine:
     connector: KVConnector | None
     # Of prefixes: the other role, over the same transport.
     prefix_connector: KVConnector | None
+    offload: KVOffload | None
     control: EngineControl
     step_watch: StepWatch
     logs_iterations: bool
@@ -74,6 +77,8 @@ class LoadedEngine:
             self.compiler.close()
         if not self.core.close():
             return False
+        if self.offload is not None:
+            self.offload.close()
         gc.unfreeze()  # what the pool and the weights held can be collected again
         if self.prefix_connector is not None:
             self.prefix_connector.disconnect()
@@ -95,7 +100,7 @@ def _out_of_memory_is_refused() -> Iterator[None]:
         raise ValueError(
             f"too little memory for this model and its largest step: {reason}; lower "
             "--max-num-batched-tokens or --max-num-seqs, see what else uses the memory, or take a "
-            "smaller model or dtype, or on CPU --quantization"
+            "smaller model or dtype, or on CPU --quantization int8"
         ) from error
 
 
@@ -136,6 +141,8 @@ def load_engine(
     """
     load_general_plugins()
     source = ModelSource(config)
+    if source.config.pooler is not None:
+        config = pooling_settings(config, source.config.pooler, role)
     executor = make_executor(config, source, engine_id)
     try:
         return _load(
@@ -173,6 +180,8 @@ def _load(
     adapters = _load_adapters(config, executor, hub)
     if config.poison_freed_blocks:
         manager.block_pool.on_dead = executor.poison
+    if config.speculation != "none" and config.has_async_scheduling:
+        logger.info("with speculation no step is planned ahead of another: drafts need its tokens")
     step_seq = _StepCounter()
     transport = _make_transport(config, identity, executor)
     build = _ConnectorBuilder(
@@ -187,6 +196,16 @@ def _load(
     connector = build.connector(role)
     prefix_connector = build.prefix_connector(role, model, manager)
     compiler = _make_compiler(config, source, grammar_metrics)
+    offload = make_offload(
+        config,
+        source.spec,
+        manager,
+        # How blocks are hashed, and what they hold, may be others' in another version.
+        compatibility=f"{build.prefix_compatibility(model)} {VERSION}",
+        open_copier=executor.open_block_copier,
+        registry=metrics.registry,
+        wakeup=wakeup,
+    )
     core = step_seq.core = EngineCore(
         scheduler=Scheduler(
             config.scheduler,
@@ -195,27 +214,38 @@ def _load(
             consumer=_if_is(connector, ConsumerConnector),
             prefix_producer=_if_is(prefix_connector, PrefixProducer),
             prefix_consumer=_if_is(prefix_connector, PrefixConsumer),
+            offload=offload,
             compile_grammar=compiler.compile if compiler is not None else None,
             adapters=adapters,
             proposer=make_proposer(config.speculation, config.suffix_decoding_max_cached_requests),
+            vision=source.config.vision,
             wakeup=wakeup,
         ),
         executor=executor,
         max_model_len=max_model_len,
         take_aborts=take_aborts,
+        pooling_task=None if source.config.pooler is None else source.config.pooler.tasks[0],
     )
     # What is loaded now lives as long as the process: the collector need not look at it again.
     release_unused(source.device)
-    info = _describe(config, role, identity, model, manager, max_model_len, source)
-    info = dataclasses.replace(info, has_prefix_pulls=prefix_connector is not None)
-    if compiler is not None:
-        info = dataclasses.replace(info, served_fields=_GRAMMAR_FIELDS)
+    info = describe(
+        config,
+        role,
+        identity,
+        model,
+        manager,
+        max_model_len,
+        source,
+        has_prefix_pulls=prefix_connector is not None,
+        served_fields=_GRAMMAR_FIELDS if compiler is not None else (),
+    )
     _log_loaded(info, source, manager, time.monotonic() - started)
     return LoadedEngine(
         core=core,
         info=info,
         connector=connector,
         prefix_connector=prefix_connector,
+        offload=offload,
         control=EngineControl(
             core,
             lora_root=config.lora_root,
@@ -282,7 +312,9 @@ def _load_adapters(
 def _make_compiler(
     config: EngineConfig, source: ModelSource, metrics: GrammarMetrics | None
 ) -> GrammarCompiler | None:
-    """None, and a line in the log, if the model's vocabulary is not known."""
+    """None if the model pools; and, with a line in the log, if its vocabulary is not known."""
+    if source.config.pooler is not None:
+        return None
     try:
         info = source.tokenizer_info()
     except ValueError as error:
@@ -343,14 +375,12 @@ class _ConnectorBuilder:
     def prefix_connector(
         self, role: Role, model: LoadedModel, manager: KVCacheManager
     ) -> PrefixProducer | PrefixConsumer | None:
-        """Blocks come into an exact worker's cache only from one whose tokens are the same."""
         config = self.config
         if self.transport is None or not (config.prefix_pulls and config.enable_prefix_caching):
             return None
-        numerics = model.numerics_id if model.is_row_independent else ""
         common = self._common()
         common["identity"] = dataclasses.replace(
-            self.identity, compatibility_hash=f"{self.identity.compatibility_hash} {numerics}"
+            self.identity, compatibility_hash=self.prefix_compatibility(model)
         )
         if role == "decode":
             num_blocks = manager.block_pool.num_blocks
@@ -361,6 +391,13 @@ class _ConnectorBuilder:
             read_timeout_s=config.kv_transfer_timeout_s,
             **common,
         )
+
+    def prefix_compatibility(self, model: LoadedModel) -> str:
+        """What must be equal of who has cached a prefix and who uses it: blocks come into an exact
+        worker's cache only from one whose tokens are the same.
+        """
+        numerics = model.numerics_id if model.is_row_independent else ""
+        return f"{self.identity.compatibility_hash} {numerics}"
 
     def sleeping_transfer(
         self,
@@ -422,43 +459,4 @@ def _log_loaded(
         info.max_model_len,
         info.num_blocks / manager.num_blocks_needed(info.max_model_len),
         info.dtype,
-    )
-
-
-def _describe(
-    config: EngineConfig,
-    role: str,
-    identity: KVIdentity,
-    model: LoadedModel,
-    manager: KVCacheManager,
-    max_model_len: int,
-    source: ModelSource,
-) -> EngineInfo:
-    return EngineInfo(
-        engine_id=identity.engine_id,
-        epoch=identity.epoch,
-        role=WorkerRole.PREFILL if role == "prefill" else WorkerRole.DECODE,
-        model=config.served_model_name or model_name(config.model),
-        max_model_len=max_model_len,
-        vocab_size=source.config.vocab_size,
-        eos_token_ids=source.config.eos_token_ids,
-        block_size=config.block_size,
-        num_blocks=manager.block_pool.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        dtype=source.config.dtype_name,
-        kv_compatibility_hash=identity.compatibility_hash,
-        kv_transport=config.kv_connector,
-        determinism="exact" if model.is_row_independent else "consistent",
-        numerics_id=model.numerics_id,
-        version=VERSION,
-        logits_processors=tuple(sorted(source.logits_processors)),
-        kernels=model.kernels,
-        has_prefix_caching=config.enable_prefix_caching,
-        tokenizer_digest=tokenizer_digest(config.model),
-        weights_digest=source.weights_digest(),
-        started_at_ms=time.time_ns() // 1_000_000,
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        zone=config.zone,
     )

@@ -67,6 +67,23 @@ class RecordKVCacheEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class AddRequest:
+    """As EngineClient.add_request; the request names its front end itself. `tensors` are those that
+    the process lacks, by content hash.
+    """
+
+    request: EngineCoreRequest
+    tensors: dict[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTensors:
+    """No request needs these any more."""
+
+    content_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequests:
     """End requests of a front end."""
 
@@ -214,7 +231,8 @@ LinkMessage = (
     | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
 )  # fmt: skip
 _OneWay = (
-    LoadEngine | RegisterClient | UnregisterClient | EngineCoreRequest | AbortRequests | Close
+    LoadEngine | RegisterClient | UnregisterClient | AddRequest | ForgetTensors | AbortRequests
+    | Close
     | CancelCall | RecordKVCacheEvents
     | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer | KVCacheEvents
     | LoRAAdapters

@@ -6,6 +6,9 @@ from typing import NamedTuple
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve_common.errors import InvalidRequestError
 
+# Of requests whose front end is gone and that have not ended yet.
+_NOBODY = -1
+
 
 class _Owner(NamedTuple):
     client_index: int
@@ -21,9 +24,13 @@ class RequestOwners:
     def __len__(self) -> int:
         return len(self._owners)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._owners
+
     def claim(self, request: EngineCoreRequest) -> None:
-        """Note a new request, or the higher attempt of a front end's own. Raises
-        InvalidRequestError if the id is in use otherwise.
+        """Note a new request, or the higher attempt of a front end's own, or of one that is gone:
+        it may be the same that has come back. Raises InvalidRequestError if the id is in use
+        otherwise.
         """
         owner = self._owners.get(request.request_id)
         new = _Owner(request.client_index, request.attempt)
@@ -41,6 +48,12 @@ class RequestOwners:
         """Return the ids of a front end's requests."""
         return [rid for rid, owner in self._owners.items() if owner.client_index == client_index]
 
+    def disown(self, client_index: int) -> None:
+        """A front end is gone, and its requests have been aborted."""
+        for request_id in self.of_client(client_index):
+            owner = self._owners[request_id]
+            self._owners[request_id] = owner._replace(client_index=_NOBODY)
+
     def release(self, request_id: str, attempt: int) -> None:
         """The request has ended at this attempt."""
         owner = self._owners.get(request_id)
@@ -49,9 +62,14 @@ class RequestOwners:
 
     def release_ended(self, outputs: Iterable[EngineCoreOutput]) -> tuple[EngineCoreOutput, ...]:
         """Release what has ended; return the outputs without those of superseded attempts."""
-        current = tuple(output for output in outputs if not self._is_superseded(output))
+        owners = self._owners
+        current = tuple(
+            output
+            for output in outputs
+            if (owner := owners.get(output.request_id)) is None or output.attempt >= owner.attempt
+        )
         for output in current:
-            if output.finished:
+            if output.finish_reason is not None:
                 self.release(output.request_id, output.attempt)
         return current
 
@@ -59,10 +77,6 @@ class RequestOwners:
         """The engine has ended."""
         self._owners.clear()
 
-    def _is_superseded(self, output: EngineCoreOutput) -> bool:
-        owner = self._owners.get(output.request_id)
-        return owner is not None and output.attempt < owner.attempt
-
 
 def _supersedes(new: _Owner, old: _Owner) -> bool:
-    return new.client_index == old.client_index and new.attempt > old.attempt
+    return old.client_index in (new.client_index, _NOBODY) and new.attempt > old.attempt

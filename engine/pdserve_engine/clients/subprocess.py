@@ -12,7 +12,13 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import EngineState, KVCacheEventsCallback, OutputsCallback
+from pdserve_common.engine_client import (
+    NO_TENSORS,
+    EngineState,
+    KVCacheEventsCallback,
+    OutputsCallback,
+    Tensors,
+)
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -23,6 +29,7 @@ from pdserve_common.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
+    OverloadedError,
     error_from_engine,
 )
 from pdserve_common.kv_types import KVCacheEvents
@@ -30,10 +37,11 @@ from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients import messages
-from pdserve_engine.clients.channel import Channel
+from pdserve_engine.clients.channel import MAX_UNSENT_BYTES, Channel
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.metrics import EngineProcessCollector
 from pdserve_engine.clients.owners import RequestOwners
+from pdserve_engine.clients.sent_tensors import SentTensors
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.frames import ProtocolError
 
@@ -70,6 +78,7 @@ class SubprocessEngineClient:
         self._lost = asyncio.Event()
         self._clients: dict[int, OutputsCallback] = {}
         self._owners = RequestOwners()
+        self._tensors = SentTensors()
         self._client_indexes = itertools.count(1)
         self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
         # By their links' numbers modulo 2.
@@ -149,18 +158,34 @@ class SubprocessEngineClient:
     def unregister_client(self, client_index: int) -> None:
         if self._clients.pop(client_index, None) is not None:
             self._channel.send(messages.UnregisterClient(), client_index)
+            self._owners.disown(client_index)
 
     def record_kv_cache_events(self, on_events: KVCacheEventsCallback) -> None:
         self._on_kv_cache_events = on_events
         self._channel.send(messages.RecordKVCacheEvents())
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
         if self._error is not None:
             raise EngineDeadError(self._error)
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
+        num_bytes = sum(map(len, tensors.values()))
+        if num_bytes and self._channel.unsent_bytes + num_bytes > MAX_UNSENT_BYTES // 2:
+            # More would end the connection, and everybody's requests.
+            raise OverloadedError("too many tensors are on their way to the engine process")
         self._owners.claim(request)
-        self._channel.send(request)
+        lacking, unused = self._tensors.add(request.request_id, tensors)
+        self._channel.send(messages.AddRequest(request, lacking))
+        self._forget_tensors(unused)
+
+    def _forget_tensors(self, content_hashes: tuple[bytes, ...]) -> None:
+        if content_hashes:
+            self._channel.send(messages.ForgetTensors(content_hashes))
+
+    def _release_tensors(self, request_id: str) -> None:
+        """An attempt has ended: of the request, unless another one runs."""
+        if request_id not in self._owners:
+            self._forget_tensors(self._tensors.release(request_id))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # The process knows best which are whose.
@@ -287,6 +312,9 @@ class SubprocessEngineClient:
 
     def _on_outputs(self, message: EngineCoreOutputs, client_index: int) -> None:
         outputs = self._owners.release_ended(message.outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._release_tensors(output.request_id)
         callback = self._clients.get(client_index)
         if callback is not None:
             callback(dataclasses.replace(message, outputs=outputs))
@@ -295,6 +323,7 @@ class SubprocessEngineClient:
         self._status = status
         for request_id, attempt in status.finished_requests:
             self._owners.release(request_id, attempt)
+            self._release_tensors(request_id)
         if not status.is_alive and not self._is_closing:
             self._die(status.problem or "the engine died")
 

@@ -20,6 +20,7 @@ def dump_step(step: SchedulerOutput, stats: SchedulerStats) -> str:
         ],
         "finished_req_ids": sorted(step.finished_req_ids),
         "preempted_req_ids": sorted(step.preempted_req_ids),
+        "encoder_inputs": sorted(step.scheduled_encoder_inputs),
         "num_running_reqs": stats.num_running_reqs,
         "num_waiting_reqs": stats.num_waiting_reqs,
         "num_free_blocks": stats.num_free_blocks,

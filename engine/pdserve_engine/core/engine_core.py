@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
+from pdserve_common.engine_client import NO_TENSORS, Tensors
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
 from pdserve_common.errors import DrainingError
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.executor import ExecutedStep, Executor, Pending
@@ -74,17 +76,20 @@ class EngineCore:
         executor: Executor,
         max_model_len: int,
         take_aborts: Callable[[], Iterable[str]] = tuple,
+        pooling_task: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`take_aborts` returns the ids aborted since it was last called; asked while a step is
-        under way.
+        under way. `pooling_task` is one that the model serves; None: it generates.
         """
         self.scheduler = scheduler
         self.executor = executor
         self._max_model_len = max_model_len
         self._take_aborts = take_aborts
+        self._pooling_task = pooling_task
         self._clock = clock
         self._batch_queue: deque[_Batch] = deque()
+        self._has_planned = False
         # The step that is computed or waited for; any thread may look.
         self.running_step: RunningStep | None = None
         # The last step that computed something. Unknown is taken for long.
@@ -94,8 +99,16 @@ class EngineCore:
         self.num_handed_back = 0
         self.step_seq = 0
 
-    def add_request(self, request: EngineCoreRequest, *, queued_time: float | None = None) -> None:
-        """`queued_time` is when the worker got it, by the clock, if that was before now."""
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        tensors: Tensors = NO_TENSORS,
+        *,
+        queued_time: float | None = None,
+    ) -> None:
+        """See EngineClient. `queued_time` is when the worker got it, by the clock, if that was
+        before now.
+        """
         params = request.sampling_params
         seed = params.seed if params is not None and params.seed is not None else 0
         self.scheduler.add_request(
@@ -103,6 +116,7 @@ class EngineCore:
                 request,
                 max_model_len=self._max_model_len,
                 seed=seed,
+                tensors=tensors,
                 queued_time=queued_time,
                 clock=self._clock,
             )
@@ -143,14 +157,26 @@ class EngineCore:
         plan the next step first. Exceptions that cannot be pinned on requests pass through: the
         caller ends the engine.
         """
+        result = self.begin_step()
+        return self.finish_step() if result is None else result
+
+    def begin_step(self) -> StepResult | None:
+        """The part of `step` that waits for nothing. None: `finish_step` is the rest."""
         self.scheduler.expire_deadlines(self._clock())
-        if not self._batch_queue or self._may_look_ahead():
+        self._has_planned = not self._batch_queue or self._may_look_ahead()
+        if self._has_planned:
             self._submit(self.scheduler.schedule())
             if self._may_look_ahead():
                 return self._result(_Taken(has_progressed=True))
-            return self._result(self._take_oldest())
-        # Nothing was planned: what has come in since may be computed by the next step.
-        return self._result(self._take_oldest()._replace(has_progressed=True))
+        return None
+
+    def finish_step(self) -> StepResult:
+        """Wait for the oldest step in flight, and take in what it brings."""
+        taken = self._take_oldest()
+        if not self._has_planned:
+            # What has come in since may be computed by the next step.
+            taken = taken._replace(has_progressed=True)
+        return self._result(taken)
 
     def poll(self) -> StepResult:
         """Apply KV events and deadlines without running the model."""
@@ -229,10 +255,11 @@ class EngineCore:
         if PROBE_ID in output.num_nans_in_logits:
             raise RuntimeError("the model brings NaN logits for a token of our own")
         sampled = zip(output.request_ids, output.sampled_token_ids, strict=True)
-        names = {request_id for request_id, token_ids in sampled if token_ids}
-        if names - output.num_nans_in_logits.keys():
+        brought = [rid for rid, token_ids in sampled if token_ids or rid in output.pooler_outputs]
+        with_nans = [rid in output.num_nans_in_logits for rid in brought]
+        if not all(with_nans):
             self._num_failures_in_a_row = 0
-        elif names:
+        elif with_nans:
             self._note_failure()
 
     def _isolate(self, scheduled: SchedulerOutput, error: Exception) -> None:
@@ -267,11 +294,12 @@ class EngineCore:
         """
         if PROBE_ID in self.scheduler.requests:
             return
-        params = SamplingParams(temperature=0.0, max_tokens=1)
+        pooling = None if self._pooling_task is None else PoolingParams(task=self._pooling_task)
         request = EngineCoreRequest(
             request_id=PROBE_ID,
             prompt_token_ids=(0,),
-            sampling_params=params,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=1) if not pooling else None,
+            pooling_params=pooling,
             client_index=NO_CLIENT,
         )
         self.scheduler.try_first(

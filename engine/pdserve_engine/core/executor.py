@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
@@ -108,6 +109,12 @@ class Executor(Protocol):
     @property
     def adapters(self) -> AdapterStore | None:
         """None if it serves none. Not before there is a pool."""
+        ...
+
+    def open_block_copier(self) -> BlockCopier:
+        """Return what copies blocks of the pool on a thread of its own. Not before there is a pool,
+        and not where several ranks have parts of each block: their config is refused.
+        """
         ...
 
     # ---- steps

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 
+from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request, ScheduledTokens
@@ -15,8 +16,11 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 class InFlight:
     """Steps that were planned and whose results have not come in, oldest first."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+    def __init__(
+        self, kv_cache_manager: KVCacheManager, encoder_cache: EncoderCacheManager
+    ) -> None:
         self._kv = kv_cache_manager
+        self._encoder_cache = encoder_cache
         self._steps: deque[dict[Request, ScheduledTokens]] = deque()
         self._num_planned = 0
         # Blocks of ended requests, and the step that may still use them.
@@ -34,13 +38,16 @@ class InFlight:
             finished_req_ids=frozenset(self.finished_req_ids),
             preempted_req_ids=frozenset(self.preempted_req_ids),
             num_common_prefix_blocks=num_common_prefix_blocks,
+            encoder=self._encoder_cache.take_step(),
         )
         self.finished_req_ids.clear()
         self.preempted_req_ids.clear()
         for request, scheduled in plan.scheduled.items():
-            request.num_computed_tokens += scheduled.num_tokens
-            request.num_in_flight_tokens += scheduled.num_tokens
+            num_tokens = scheduled.num_tokens
+            request.num_computed_tokens += num_tokens
+            request.num_in_flight_tokens += num_tokens
             request.num_output_placeholders += scheduled.num_sampled_tokens
+        self._encoder_cache.free_computed()
         self._steps.append(plan.scheduled)
         self._num_planned += 1
         return output
@@ -64,6 +71,7 @@ class InFlight:
         for step in steps:  # the model runner may not have got so far
             self.finished_req_ids |= step.finished_req_ids
             self.preempted_req_ids |= step.preempted_req_ids
+            self._encoder_cache.discard(step)
         return oldest
 
     def free(self, request: Request, block_ids: list[int]) -> None:

@@ -110,7 +110,7 @@ class KVEvents:
 
     def _land(self, request: Request, event: BlocksLanded) -> None:
         request.kv_ready_time = event.landed_time
-        request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
+        request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED, event.landed_time)
         request.pulled_token_ids = event.output_token_ids
         self._queue_first_step(request)
 

@@ -8,6 +8,7 @@ forks            WAITING: its source's prompt is not computed yet
 remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
 remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled, or that
                  are while its grammar is being compiled
+tier_loads       WAITING_FOR_REMOTE_KVS: the start of its prompt is read from a tier of this worker
 prefix_pulls     WAITING_FOR_REMOTE_KVS: on P, the start of its prompt is read from another worker
 waiting_for_fsm  WAITING_FOR_FSM: its grammar is being compiled, and it waits for nothing else
 """
@@ -19,6 +20,7 @@ from functools import partial
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.adapters import AdapterPool
+from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.forks import Forks
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.prefixes import PrefixPulls
@@ -42,16 +44,19 @@ class Places:
         config: SchedulerConfig,
         kv_cache_manager: KVCacheManager,
         in_flight: InFlight,
+        encoder_cache: EncoderCacheManager,
         *,
         producer: ProducerPort | None,
         consumer: ConsumerPort | None,
         prefix_consumer: PrefixConsumerPort | None,
+        offload: PrefixConsumerPort | None,
         adapters: AdapterPool,
         waiting_for_fsm: WaitingForFSM,
         clock: Callable[[], float],
     ) -> None:
         self._kv = kv_cache_manager
         self._in_flight = in_flight
+        self._encoder_cache = encoder_cache
         self._adapters = adapters
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
@@ -69,7 +74,9 @@ class Places:
         )
         self.seats = Seats(config, self.running, self.kv_ready, self.forks)
         self.remote_prefills = RemotePrefills(consumer, kv_cache_manager, self.seats, clock)
+        self.tier_loads = PrefixPulls(offload, kv_cache_manager, clock)
         self.prefix_pulls = PrefixPulls(prefix_consumer, kv_cache_manager, clock)
+        self.prefixes = (self.tier_loads, self.prefix_pulls)
         self.ports = (self.remote_decodes.port, self.remote_prefills.port)
         self.suspects = Suspects(self.remote_decodes)
         self.num_preemptions = 0
@@ -97,6 +104,7 @@ class Places:
         self.running.remove_request(request)
         self.remote_decodes.fence(request)  # before its blocks are free (rule K3)
         self._kv.free(request)
+        self._encoder_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
         request.is_length_open = False
@@ -111,7 +119,7 @@ class Places:
         """A request ends. Fence first, then free (rule K3): the ports end its sessions before any
         block changes hands.
         """
-        kept = self.prefix_pulls.request_finished(request)
+        kept = frozenset().union(*(each.request_finished(request) for each in self.prefixes))
         self._remove(request)
         request.status = status
         del self.requests[request.request_id]
@@ -122,6 +130,7 @@ class Places:
         kept |= self.remote_decodes.request_finished(request)
         kept |= self.remote_prefills.request_finished(request)
         self._adapters.release(request)
+        self._encoder_cache.free(request)
         taken = [block.block_id for block in self._kv.take(request)]
         self._in_flight.free(request, [block_id for block_id in taken if block_id not in kept])
 

@@ -12,6 +12,7 @@ from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.drafts import Drafts
+from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.step_plan import StepPlan
@@ -43,6 +44,7 @@ class Planner:
         places: Places,
         admission: Admission,
         in_flight: InFlight,
+        encoder_cache: EncoderCacheManager,
         drafts: Drafts | None,
         clock: Callable[[], float],
     ) -> None:
@@ -52,6 +54,7 @@ class Planner:
         self._places = places
         self._admission = admission
         self._in_flight = in_flight
+        self._encoder_cache = encoder_cache
         self._clock = clock
 
     def plan(self, *, admits_new: bool) -> StepPlan:
@@ -111,16 +114,13 @@ class Planner:
         self._schedule_those(list(self._places.running), plan)
 
     def _schedule_those(self, running: Iterable[Request], plan: StepPlan) -> None:
+        is_pipelined = self._config.num_stages > 1
         for request in running:
             if plan.token_budget == 0 or plan.needs_drain:
                 return
-            # Preempted in this step, its last token is coming, or its first step is speculative.
-            is_running = request.status is RequestStatus.RUNNING
-            if not is_running or request.is_output_complete or request.needs_remote_kv:
+            if not request.can_continue:  # it may have been preempted in this step
                 continue
-            if request.is_length_open and request.num_in_flight_tokens:
-                continue
-            if self._config.num_stages > 1 and request.num_output_placeholders:
+            if is_pipelined and request.num_output_placeholders:
                 continue  # the first stage is told of a token only when it has come back
             if request not in plan.scheduled:  # else it is a probe
                 self._continue_running(request, plan)
@@ -140,8 +140,9 @@ class Planner:
                 return
             if is_probe and not request.is_probe:
                 return
-            num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
-            if self._allocate(request, request.num_computed_tokens + num_tokens) is None:
+            start = request.num_computed_tokens
+            num_tokens = self._chunk(request, start, request.num_uncomputed_tokens, plan)
+            if not num_tokens or self._allocate(request, start + num_tokens) is None:
                 return
             self._start_running(request, num_tokens, plan)
 
@@ -197,29 +198,44 @@ class Planner:
     # ---- one request
 
     def _continue_running(self, request: Request, plan: StepPlan) -> None:
-        num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
-        target = request.num_computed_tokens + num_tokens
-        if target <= request.num_slots:
-            plan.take(request, num_tokens)
-            plan.cached_reqs[request] = None
-            return
-        new_block_ids = self._allocate_or_preempt(request, target, plan)
-        if new_block_ids is not None:
-            plan.take(request, num_tokens)
-            plan.cached_reqs[request] = new_block_ids
+        num_tokens, start = request.num_uncomputed_tokens, request.num_computed_tokens
+        if num_tokens > 1 or request.mm_features:
+            num_tokens = self._chunk(request, start, num_tokens, plan)
+            if not num_tokens:
+                return
+        target = start + num_tokens
+        new_block_ids = None
+        if target > request.num_slots:
+            new_block_ids = self._allocate_or_preempt(request, target, plan)
+            if new_block_ids is None:
+                return
+        self._take(request, num_tokens, plan)
+        plan.cached_reqs[request] = new_block_ids
 
-    def _chunk(self, num_tokens: int, plan: StepPlan) -> int:
-        """Return how many of `num_tokens` the step may compute."""
+    def _take(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        if request.mm_features:
+            self._encoder_cache.allocate(request, request.num_computed_tokens, num_tokens)
+        plan.take(request, num_tokens)
+
+    def _chunk(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
+        """Return how many of `num_tokens` tokens from `start` on the step may compute; 0 if there
+        is no room for a picture.
+        """
         threshold = self._config.long_prefill_token_threshold
         if threshold and self._config.has_chunked_prefill:
             num_tokens = min(num_tokens, threshold)
-        return min(num_tokens, plan.token_budget)
+        num_tokens = min(num_tokens, plan.token_budget)
+        if request.mm_features:
+            num_tokens = self._encoder_cache.num_fitting(request, start, num_tokens)
+        return num_tokens
 
     def _admit(self, request: Request, plan: StepPlan) -> _Outcome:
         """Give a request that waits its blocks and its first tokens."""
         blocks, num_hit_tokens = self._find_cached(request)
         num_left = request.num_tokens - num_hit_tokens
-        num_tokens = self._chunk(num_left, plan)
+        num_tokens = self._chunk(request, num_hit_tokens, num_left, plan)
+        if not num_tokens:
+            return _Outcome.NO_ROOM
         if num_tokens < num_left:
             if not self._config.has_chunked_prefill:
                 return _Outcome.NO_ROOM
@@ -253,7 +269,7 @@ class Planner:
             request.first_scheduled_time = self._clock()
         request.record_event(EngineCoreEventType.SCHEDULED)
         self._places.start(request)
-        plan.take(request, num_tokens)
+        self._take(request, num_tokens, plan)
         plan.new_reqs.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -266,6 +282,8 @@ class Planner:
                 num_computed_tokens=request.num_computed_tokens,
                 grammar=request.grammar,
                 adapter=request.adapter,
+                pooling_params=request.pooling_params,
+                mm_features=request.mm_features,
             )
         )
 

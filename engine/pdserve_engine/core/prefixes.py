@@ -1,5 +1,6 @@
-"""Prefixes that one worker has cached and another one needs: `PrefixPulls` has the requests that
-wait for one before they are computed here, `PrefixLoans` answers those who ask for what is cached.
+"""Prefixes whose KV is elsewhere, with another worker or in a tier: `PrefixPulls` has the requests
+that wait for one before they are computed here, `PrefixLoans` answers workers who ask for what is
+cached.
 
 A request waits for its prefix before it asks its D for room, and gives the prefix's blocks back to
 the prefix cache before it does: whoever holds blocks here never waits for blocks elsewhere.
@@ -15,6 +16,7 @@ from pdserve_engine.kv_transfer.ports import (
     KVEvent,
     NoConnector,
     PrefixConsumerPort,
+    PrefixEnded,
     PrefixProducerPort,
     PrefixWanted,
     PullFinished,
@@ -23,13 +25,15 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.request.request import Place, Request, RequestStatus
 
-# Prefixes that are being read, and those that are lent, may each hold this share of the pool.
+# Prefixes that are being read, and those that are lent, may each hold this share of the pool; one
+# alone that is read, more.
 MAX_SHARE = 0.25
+_ENDS = PullFinished | PrefixEnded | PullLost | RequestFailed
 
 
 class PrefixPulls(Place):
-    """Requests that wait for a prefix from another worker. They keep their place in the queue: that
-    goes by their arrival.
+    """Requests that wait for a prefix from one port. They keep their place in the queue: that goes
+    by their arrival.
     """
 
     statuses = (RequestStatus.WAITING_FOR_REMOTE_KVS,)
@@ -61,8 +65,13 @@ class PrefixPulls(Place):
         """Have a new request's prefix read. False if it is computed at once: nobody has more of it
         than is cached here, or its blocks would leave fewer than `find_num_spare` free.
         """
-        num_tokens = self._num_tokens_elsewhere(request)
-        blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
+        if not self._has_port or not request.reads_prefix_cache:
+            return False
+        # The last token is computed here, or there would be nothing to sample from.
+        max_num_tokens = request.num_tokens - 1
+        blocks, num_hit_tokens = self._kv.get_computed_blocks(request, max_num_tokens)
+        num_tokens = min(self.port.find_prefix(request, num_hit_tokens), max_num_tokens)
+        num_tokens -= num_tokens % self._kv.block_size
         if num_tokens <= num_hit_tokens or not self._has_share_left(num_tokens):
             return False
         if not self._kv.can_allocate(num_tokens, blocks, num_spare=find_num_spare()):
@@ -100,7 +109,7 @@ class PrefixPulls(Place):
             self._kv.free_block_ids(event.block_ids)
         elif isinstance(event, BlocksConfirmed) and event.request in self:
             self._kv.cache_blocks(event.request, event.num_tokens)
-        elif isinstance(event, PullFinished | PullLost | RequestFailed) and event.request in self:
+        elif isinstance(event, _ENDS) and event.request in self:
             yield event.request
 
     def _stop_waiting(self, request: Request) -> None:
@@ -111,17 +120,9 @@ class PrefixPulls(Place):
         request.num_slots = 0
         self.remove_request(request)
 
-    def _num_tokens_elsewhere(self, request: Request) -> int:
-        """Return how many tokens, in whole blocks, another worker has cached."""
-        params = request.kv_transfer_params
-        source = None if params is None else params.prefix_source
-        if source is None or not self._has_port or not request.reads_prefix_cache:
-            return 0
-        # The last token is computed here, or there would be nothing to sample from.
-        num_tokens = min(source.num_tokens, request.num_tokens - 1)
-        return num_tokens - num_tokens % self._kv.block_size
-
     def _has_share_left(self, num_tokens: int) -> bool:
+        if not self._deadlines:
+            return True
         num_held = sum(self._kv.num_blocks_of(request.request_id) for request in self)
         num_needed = self._kv.num_blocks_needed(num_tokens)
         return num_held + num_needed <= MAX_SHARE * self._kv.block_pool.num_blocks

@@ -26,28 +26,34 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.tensors import TensorNotHeldError
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.draft_prefills import DraftPrefills
 from pdserve_engine.core.drafts import Drafts
+from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager, encoder_cache_size
 from pdserve_engine.core.forks import find_source
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.kv_events import KVEvents
+from pdserve_engine.core.pictures import TENSOR_NOT_HELD, refuse_pictures
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.planner import Planner
-from pdserve_engine.core.prefixes import PrefixLoans
+from pdserve_engine.core.prefixes import PrefixLoans, PrefixPulls
 from pdserve_engine.core.results import Results
-from pdserve_engine.core.step_plan import StepPlan
+from pdserve_engine.core.step_plan import DECODE, StepPlan
 from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
     ConsumerPort,
     KVPort,
+    NoConnector,
+    OffloadPort,
     PrefixConsumerPort,
     PrefixProducerPort,
     ProducerPort,
 )
+from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.deadlines import Deadlines
 from pdserve_engine.request.outputs import ClientOutputs, Outputs
 from pdserve_engine.request.request import HeldResult, Request, RequestStatus
@@ -77,9 +83,11 @@ class Scheduler:
         consumer: ConsumerPort | None = None,
         prefix_producer: PrefixProducerPort | None = None,
         prefix_consumer: PrefixConsumerPort | None = None,
+        offload: OffloadPort | None = None,
         compile_grammar: CompileGrammar | None = None,
         adapters: AdapterPool | None = None,
         proposer: Proposer | None = None,
+        vision: VisionConfig | None = None,
         wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,14 +103,20 @@ class Scheduler:
         self._clock = clock
         self._deadlines = Deadlines()
         self._outputs = Outputs()
-        self.in_flight = InFlight(self.kv)
+        self._vision = vision
+        self.encoder_cache = EncoderCacheManager(
+            encoder_cache_size(vision, config.max_num_batched_tokens)
+        )
+        self.in_flight = InFlight(self.kv, self.encoder_cache)
         self.places = Places(
             config,
             self.kv,
             self.in_flight,
+            self.encoder_cache,
             producer=producer,
             consumer=consumer,
             prefix_consumer=prefix_consumer,
+            offload=offload,
             adapters=self.adapters,
             waiting_for_fsm=WaitingForFSM(compile_grammar, wakeup),
             clock=clock,
@@ -110,12 +124,20 @@ class Scheduler:
         self.requests = self.places.requests
         self.waiting = self.places.waiting
         self.running = self.places.running
+        self._offload: OffloadPort = NoConnector() if offload is None else offload
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
         self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
         self._draft_prefills = DraftPrefills(config, self.kv, self.places, self._drafts)
         self._planner = Planner(
-            config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
+            config,
+            self.kv,
+            self.places,
+            self._admission,
+            self.in_flight,
+            self.encoder_cache,
+            self._drafts,
+            clock,
         )
         self._results = Results(
             self.kv, self.places, self._admission, self._outputs, on_draft=self._on_draft
@@ -166,7 +188,8 @@ class Scheduler:
         """Return the earliest deadline (by the clock) of a request that is not over, or of the wait
         for its prefix.
         """
-        deadlines = (self._deadlines.next(), self.places.prefix_pulls.next_deadline)
+        waits = (each.next_deadline for each in self.places.prefixes)
+        deadlines = (self._deadlines.next(), *waits)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def has_requests(self) -> bool:
@@ -177,7 +200,7 @@ class Scheduler:
         """Is any request computed, half computed, or does it hold or pull blocks?"""
         places = self.places
         is_running = places.running or places.kv_ready or places.num_preempted or self.in_flight
-        is_pulling = places.prefix_pulls or any(places.remote_prefills.with_blocks())
+        is_pulling = any(places.prefixes) or any(places.remote_prefills.with_blocks())
         return bool(is_running or is_pulling)
 
     def has_schedulable_requests(self) -> bool:
@@ -210,7 +233,7 @@ class Scheduler:
     @property
     def _ports(self) -> tuple[KVPort, ...]:
         places = self.places
-        return (*places.ports, places.prefix_pulls.port, self._prefix_loans.port)
+        return (*places.ports, *(each.port for each in places.prefixes), self._prefix_loans.port)
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
         """End the sessions of requests that were handed off. Unknown ids are ignored."""
@@ -220,6 +243,17 @@ class Scheduler:
         """End every KV session before blocks change hands (rule K3)."""
         for port in self._ports:
             port.fence_all(reason)
+
+    def cancel_stores(self) -> None:
+        """Have no block held for the tiers that is not stored yet."""
+        self.kv.free_block_ids(self._offload.cancel_stores())
+
+    def reset_prefix_cache(self, *, keeps_tiers: bool) -> None:
+        """Forget what is cached, here and in the tiers, and pictures. No block is held."""
+        self.kv.block_pool.reset_prefix_cache()
+        if not keeps_tiers:
+            self._offload.clear()
+        self.encoder_cache.reset()
 
     def has_finished_requests(self) -> bool:
         """Does the model runner still have to hear of ended requests?"""
@@ -233,12 +267,25 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             plan = StepPlan(token_budget=0)
         else:
-            plan = self._planner.plan(admits_new=self.pause_state is PauseState.UNPAUSED)
+            plan = self._plan()
             self._draft_prefills.add(plan)
         self.needs_drain = plan.needs_drain
         if plan.scheduled:
             self.places.seats.on_step()
         return self.in_flight.add(plan, self.running.count_common_prefix_blocks())
+
+    def _plan(self) -> StepPlan:
+        """Plan a step. Requests that turn out to lack a picture's pixels, as another worker was to
+        compute them, end.
+        """
+        while True:
+            plan = self._planner.plan(admits_new=self.pause_state is PauseState.UNPAUSED)
+            lacking = self.encoder_cache.take_lacking()
+            for request in lacking:
+                error = TensorNotHeldError(TENSOR_NOT_HELD).to_engine_error()
+                self._results.finish(request, RequestStatus.FINISHED_ERROR, error)
+            if plan.scheduled or not lacking:
+                return plan
 
     def update_from_kv_transfer(self) -> None:
         """Apply what the ports and the grammar compiler report, then see who may have blocks."""
@@ -246,6 +293,8 @@ class Scheduler:
             self._apply_grammar(request, error)
         self._kv_events.apply()
         places = self.places
+        for request in places.tier_loads.take_ready():
+            self._queue_with_tiers(request)
         for request in places.prefix_pulls.take_ready():
             self._queue_with_prefix(request)
         self._prefix_loans.apply(self._admission.num_spare_blocks)
@@ -270,17 +319,29 @@ class Scheduler:
         self._kv_events.apply()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
         step = self.in_flight.pop()
-        self.adapters.num_steps += any(request.adapter for request in step)
+        if len(self.adapters):
+            self.adapters.num_steps += any(request.adapter for request in step)
         if self._drafts is not None:
             self._drafts.observe_step(step, result, duration_s)
+        results, annotated_ids = self._results, result.annotated_ids
+        is_awaited = bool(self.places.forks or self.places.suspects)
         for request, scheduled in step.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
-            token_ids = sampled.get(request.request_id, ())
+            request_id = request.request_id
+            token_ids = sampled.get(request_id, ())
             if request.needs_remote_kv:
                 request.held_result = HeldResult(scheduled, token_ids, result, self._clock())
+            elif (
+                scheduled is not DECODE
+                or len(token_ids) != 1
+                or request_id in annotated_ids
+                or is_awaited
+                or request.do_remote_decode
+            ):
+                results.apply_step(request, scheduled, token_ids, result)
             else:
-                self._results.apply_step(request, scheduled, token_ids, result)
+                results.apply_token(request, token_ids[0])
         self.in_flight.free_deferred()
 
     def discard_steps(self, steps: Iterable[SchedulerOutput], message: str) -> None:
@@ -317,9 +378,10 @@ class Scheduler:
         decodes = places.remote_decodes
         num_waiting = len(self.requests) - len(self.running)
         num_here = num_waiting - len(places.remote_prefills) - len(decodes)
-        num_here -= len(places.waiting_for_fsm) + len(places.prefix_pulls)
+        waiting_for_prefix = [request for each in places.prefixes for request in each]
+        num_here -= len(places.waiting_for_fsm) + len(waiting_for_prefix)
         num_tokens = self.waiting.num_tokens + decodes.num_tokens
-        num_tokens += sum(request.num_tokens for request in places.prefix_pulls)
+        num_tokens += sum(request.num_tokens for request in waiting_for_prefix)
         held_up = decodes.held_up
         return SchedulerStats(
             num_slots=self.config.max_num_seqs,
@@ -366,7 +428,7 @@ class Scheduler:
             gone = adapter_not_held(request.core_request.lora_request)
             self._results.finish(request, RequestStatus.FINISHED_ERROR, gone.to_engine_error())
             return
-        error = self.places.waiting_for_fsm.start(request)
+        error = refuse_pictures(request, self._vision) or self.places.waiting_for_fsm.start(request)
         is_ticket = prefills.add(request)  # also one that ends at once: its connector knows of it
         if error is not None:
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
@@ -389,11 +451,18 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         """Put a new request where it waits for the start of its prompt, or for its turn."""
+        if not self._waits_for(self.places.tier_loads, request):
+            self._queue_with_tiers(request)
+
+    def _queue_with_tiers(self, request: Request) -> None:
+        """The same of one for which the tiers have no more than is here."""
+        if not self._waits_for(self.places.prefix_pulls, request):
+            self._queue_with_prefix(request)
+
+    def _waits_for(self, pulls: PrefixPulls, request: Request) -> bool:
         # Asleep it has no pool to read into.
         is_unpaused = self.pause_state is PauseState.UNPAUSED
-        pulls, find_num_spare = self.places.prefix_pulls, self._admission.num_spare_blocks
-        if not (is_unpaused and pulls.add(request, find_num_spare)):
-            self._queue_with_prefix(request)
+        return is_unpaused and pulls.add(request, self._admission.num_spare_blocks)
 
     def _queue_with_prefix(self, request: Request) -> None:
         """Put a request whose prefix is here, or will not come, where it waits for its turn."""

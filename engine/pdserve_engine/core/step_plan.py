@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from pdserve_engine.core.encoder_cache_manager import EncoderStep
 from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
@@ -91,6 +92,7 @@ class StepPlan:
         finished_req_ids: frozenset[str],
         preempted_req_ids: frozenset[str],
         num_common_prefix_blocks: tuple[int, ...],
+        encoder: EncoderStep,
     ) -> SchedulerOutput:
         """Return the plan as diffs. Call it before the requests' num_computed_tokens move on."""
         num_scheduled_tokens = {r.request_id: s.num_tokens for r, s in self.scheduled.items()}
@@ -110,6 +112,8 @@ class StepPlan:
             scheduled_spec_decode_tokens={r.request_id: ids for r, ids in self.drafts.items()},
             num_draft_tokens=self.num_draft_tokens,
             draft_prefills=tuple(self.draft_prefills),
+            free_encoder_mm_hashes=encoder.free_encoder_mm_hashes,
+            scheduled_encoder_inputs=encoder.scheduled_encoder_inputs,
         )
 
     def _new_token_ids(self) -> list[tuple[int, ...]]:

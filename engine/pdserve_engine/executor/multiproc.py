@@ -24,6 +24,7 @@ from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_adapters import RemoteAdapters
 from pdserve_engine.executor.rank_transport import RemoteTransport
 from pdserve_engine.executor.ranks import Ranks
+from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.shards import merge_checksums
 from pdserve_engine.request.sched_output import EMPTY_MODEL_RUNNER_OUTPUT, SchedulerOutput
@@ -111,6 +112,9 @@ class MultiprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self._call(messages.MakePool(num_blocks=num_blocks, max_model_len=max_model_len))
+
+    def open_block_copier(self) -> BlockCopier:
+        raise AssertionError("the config of several ranks is refused")
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         self._num_kv_heads = identity.layout.num_kv_heads

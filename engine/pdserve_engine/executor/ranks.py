@@ -63,9 +63,9 @@ class StepAnswers:
 
 
 class Ranks:
-    """Any thread may ask and tell them something at once. One thread has them do something behind
-    steps, and reads their answers to it. What is asked is over when all who were asked have
-    answered; one that is gone, or that fails alone, is the end of all of them (`failure`).
+    """Any thread may ask and tell them something, at once or behind steps. One thread reads their
+    answers to what is behind steps. What is asked is over when all who were asked have answered;
+    one that is gone, or that fails alone, is the end of all of them (`failure`).
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class Ranks:
                 return
             number = self._next_number
             self._next_number += 1
-            if future is not None:
-                self._pending[number] = _Pending(future, ranks)
             frames = [self._codec.encode(message, number) for message in asked]
             if len(frames) == 1:
                 frames *= len(ranks)
+            if future is not None:
+                self._pending[number] = _Pending(future, ranks)
             try:
                 for rank, frame in zip(ranks, frames, strict=True):
                     send(rank, frame)

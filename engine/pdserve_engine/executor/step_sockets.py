@@ -3,6 +3,7 @@
 import contextlib
 import select
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 
 from pdserve_engine.executor.messages import Message
@@ -14,7 +15,8 @@ RECEIVE_BYTES = 1 << 16
 
 class StepSockets:
     """One to each rank. The thread that waits for a step writes and reads itself, as waking another
-    up takes longer than all else. Only `wait` waits: a rank that computes does not read.
+    up takes longer than all else. Only `wait` waits: a rank that computes does not read. Others may
+    send as well, as where ranks do not agree on an adapter.
     """
 
     def __init__(self, connections: Sequence[socket.socket], codec: FrameCodec[Message]) -> None:
@@ -22,6 +24,7 @@ class StepSockets:
         self._readers = [codec.reader() for _ in connections]
         # By rank: what it has not taken yet.
         self._unsent = [bytearray() for _ in connections]
+        self._send_lock = threading.Lock()
         self._ranks = {connection.fileno(): rank for rank, connection in enumerate(connections)}
         self._poll = select.poll()
         for connection in connections:
@@ -31,10 +34,11 @@ class StepSockets:
     def send(self, rank: int, frame: bytes) -> None:
         """Send what the rank takes at once; `wait` sends the rest. Raises OSError if it is gone."""
         unsent = self._unsent[rank]
-        num_sent = 0 if unsent else self._write(rank, frame)
-        if num_sent < len(frame):
-            unsent += frame[num_sent:]
-            self._poll.modify(self._connections[rank], select.POLLIN | select.POLLOUT)
+        with self._send_lock:
+            num_sent = 0 if unsent else self._write(rank, frame)
+            if num_sent < len(frame):
+                unsent += frame[num_sent:]
+                self._poll.modify(self._connections[rank], select.POLLIN | select.POLLOUT)
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Return which ranks have said something or are gone, once there are any; none if there are
@@ -59,10 +63,11 @@ class StepSockets:
 
     def _send_rest(self, rank: int) -> None:
         unsent = self._unsent[rank]
-        with contextlib.suppress(OSError):  # it is gone, which reading tells
-            del unsent[: self._write(rank, unsent)]
-        if not unsent:
-            self._poll.modify(self._connections[rank], select.POLLIN)
+        with self._send_lock:
+            with contextlib.suppress(OSError):  # it is gone, which reading tells
+                del unsent[: self._write(rank, unsent)]
+            if not unsent:
+                self._poll.modify(self._connections[rank], select.POLLIN)
 
     def _write(self, rank: int, data: bytes | bytearray) -> int:
         try:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from pdserve_common.call_thread import CallerThread, CallThread
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
+from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import (
     AsyncModelRunnerOutput,
@@ -58,6 +59,9 @@ class UniprocExecutor:
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         return [self.rank.open_transport(identity)]
+
+    def open_block_copier(self) -> BlockCopier:
+        return BlockCopier(self.rank.kv_cache)
 
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
         if not self._has_async_scheduling:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from typing import Protocol
 
 from pdserve_common.block_hash import extend_block_hashes
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
@@ -18,6 +19,20 @@ from pdserve_engine.request.request import Request
 
 # The blocks of a known prefix, per KV group in logical order and equally many in each.
 ComputedBlocks = tuple[Sequence[KVCacheBlock], ...]
+
+
+class BlockStore(Protocol):
+    """Keeps copies of full blocks besides the pool, by their hashes."""
+
+    def offer(
+        self, block_hashes: Sequence[bytes], blocks: Sequence[KVCacheBlock], start: int
+    ) -> None:
+        """The first `len(blocks)` blocks of a request are full and cached, and held by it; those
+        before `start` have been offered.
+        """
+
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        """Nobody is to find these blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,8 @@ class KVCacheManager:
         assert None not in windows[len(self._full) :], f"full groups are not first in {windows}"
         self._max_tokens_in_flight = max_tokens_in_flight
         self._tables: dict[str, _BlockTables] = {}
+        # For models of one KV group. It may be set later.
+        self.block_store: BlockStore | None = None
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
@@ -92,6 +109,8 @@ class KVCacheManager:
         """Return the most blocks that a request holds, over all groups, while it grows to
         `num_tokens` tokens.
         """
+        if not self._sliding:
+            return len(self._groups) * self.blocks_for(num_tokens)
         return sum(self._num_blocks_needed(group, num_tokens) for group in self._groups)
 
     def num_blocks_of(self, request_id: str) -> int:
@@ -99,6 +118,8 @@ class KVCacheManager:
         tables = self._tables.get(request_id)
         if tables is None:
             return 0
+        if not self._sliding:
+            return len(tables) * len(self._groups)
         return len(tables) * len(self._groups) - sum(tables.num_null)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -208,6 +229,9 @@ class KVCacheManager:
         if not self._extend(tables, length, taken_over=tables.held()):
             return None
         self._tables[request.request_id] = tables
+        if self.block_store is not None and computed and len(computed[0]):
+            # The store may lack what it could not take at first.
+            self.block_store.offer(request.block_hashes, computed[0], 0)
         return _ids(tables, 0)
 
     def remove_skipped_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -241,6 +265,8 @@ class KVCacheManager:
                 key = request.block_hashes[index] + group.key_suffix
                 self.block_pool.cache_block(blocks[index], key)
         tables.num_cached = end
+        if self.block_store is not None:
+            self.block_store.offer(request.block_hashes, tables.blocks[0][:end], start)
 
     def forget_blocks(self, request: Request) -> None:
         """Nobody is to share what was computed from the request's tokens, by whomever."""
@@ -252,6 +278,8 @@ class KVCacheManager:
             for block_hash in request.block_hashes
             for group in self._groups
         )
+        if self.block_store is not None:
+            self.block_store.forget(request.block_hashes)
 
     def free(self, request: Request) -> None:
         """Give up all blocks of a request."""
@@ -423,11 +451,14 @@ class KVCacheManager:
 
 
 def _num_equal(tables: Sequence[Sequence[KVCacheBlock]]) -> int:
+    """Return how many blocks all tables begin with; none of one table."""
     first, *others = tables
-    for index, block in enumerate(first):
-        if not others or any(len(other) <= index or other[index] is not block for other in others):
-            return index
-    return len(first)
+    length = min(map(len, tables)) if others else 0
+    for other in others:
+        if other[:length] != first[:length]:
+            pairs = zip(first, other, strict=False)
+            length = next(index for index, (mine, its) in enumerate(pairs) if mine is not its)
+    return length
 
 
 def _ids(tables: _BlockTables, start: int) -> tuple[list[int], ...]:

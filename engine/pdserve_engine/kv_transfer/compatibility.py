@@ -30,8 +30,12 @@ def compatibility_hash(
     ranks a worker has is left out as well.
     """
     shape = dataclasses.asdict(config)
-    # The second is told by block_bytes.
-    del shape["max_model_len"], shape["has_fp8_kv"]
+    # The second is told by block_bytes; what pools hands nothing over.
+    del shape["max_model_len"], shape["has_fp8_kv"], shape["pooler"]
+    # As workers say it that do not know of these.
+    for field in ("vision", "experts"):
+        if shape.get(field) is None:
+            shape.pop(field, None)
     block = dataclasses.asdict(layout)
     # The model's shape implies them, and workers that speak version 3 do not know them.
     del block["num_kv_heads"], block["head_bytes"]
@@ -50,18 +54,22 @@ def model_digest(
     model_dir: str | Path, config: ModelConfig, *, logits_processors: Iterable[str] = ()
 ) -> str:
     """Return a SHA-256 over what makes another model of two workers: checkpoint and its config,
-    dtype, quantization, EOS tokens and the names of the logits processors.
+    dtype, quantization, EOS tokens, the names of the logits processors and what is pooled how.
 
     What only says how it is computed or how its KV lies is left out: blocks, tiles, kernels, which
     code runs it and how long contexts may be.
     """
-    parts = {
+    parts: dict[str, object] = {
         "weights": weights_digest(model_dir),
         "dtype": config.dtype_name,
         "quantization": config.quantization and dataclasses.asdict(config.quantization),
         "eos_token_ids": config.eos_token_ids,
         "logits_processors": sorted(logits_processors),
     }
+    if config.pooler is not None:  # the same weights may generate elsewhere
+        parts["pooler"] = dataclasses.asdict(config.pooler)
+    if config.vision is not None:  # some of it stands beside the checkpoint
+        parts["vision"] = dataclasses.asdict(config.vision)
     return _sha256(parts)
 
 

@@ -190,6 +190,7 @@ class ConsumerConnector(PullingConnector):
         reservation = pull.granted
         reservation.prefill_done_at = self._clock()
         reservation.output_token_ids = message.output_token_ids
+        reservation.prefill_stats = message.prefill_stats
         pull.timeout_s = min(message.timeout_s, pull.timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
         self._maybe_complete(pull)

@@ -128,6 +128,13 @@ class PrefixWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixEnded:
+    """Nothing more of the request's prefix comes; what has come is confirmed."""
+
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksFreed:
     """Blocks that the connector kept and that nothing reads or writes any more."""
 
@@ -146,6 +153,7 @@ KVEvent = (
     | PullLost
     | RequestFailed
     | PrefixWanted
+    | PrefixEnded
     | BlocksFreed
 )
 
@@ -267,7 +275,14 @@ class PrefixProducerPort(KVPort, Protocol):
 
 
 class PrefixConsumerPort(RequestPort, Protocol):
-    """What the scheduler asks of the connector that reads cached blocks of others."""
+    """What the scheduler asks of whatever has KV of prompts that the pool has not: the connector
+    that reads cached blocks of others, and the tiers.
+    """
+
+    def find_prefix(self, request: "Request", num_cached_tokens: int) -> int:
+        """Return of how many of the request's first tokens there is KV, of which the pool has
+        `num_cached_tokens`, whole blocks. `block_hashes` are those of all its full blocks.
+        """
 
     def fetch(
         self,
@@ -276,12 +291,22 @@ class PrefixConsumerPort(RequestPort, Protocol):
         num_tokens: int,
         num_cached_tokens: int,
     ) -> float:
-        """Read the KV of the first `num_tokens` tokens, whole blocks, from the request's
-        `prefix_source` into these reserved blocks; those of the first `num_cached_tokens` hold
-        theirs already. Answered by PullFinished, PullLost or RequestFailed: in any case the
-        request is computed from what BlocksConfirmed has told. The scheduler ends it with
-        `request_finished`, whenever it likes, and after the seconds that this returns.
+        """Read the KV of the first `num_tokens` tokens, whole blocks that `find_prefix` has found,
+        into these reserved blocks; those of the first `num_cached_tokens` hold theirs already.
+        Answered by PullFinished, PrefixEnded, PullLost or RequestFailed: in any case the request is
+        computed from what BlocksConfirmed has told. The scheduler ends it with `request_finished`,
+        whenever it likes, and after the seconds that this returns.
         """
+
+
+class OffloadPort(PrefixConsumerPort, Protocol):
+    """What the scheduler asks of the tiers besides."""
+
+    def cancel_stores(self) -> tuple[int, ...]:
+        """Copy no more blocks of the pool; return those that are held for it no longer."""
+
+    def clear(self) -> None:
+        """Forget all that is stored. No block of the pool is held."""
 
 
 class NoConnector:
@@ -306,6 +331,15 @@ class NoConnector:
 
     def reclaim(self) -> "Request | None":
         return None
+
+    def find_prefix(self, request: "Request", num_cached_tokens: int) -> int:
+        return 0
+
+    def cancel_stores(self) -> tuple[int, ...]:
+        return ()
+
+    def clear(self) -> None:
+        """Nothing is stored."""
 
     def _no_request(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("a request of this role was accepted without a connector")

@@ -71,6 +71,11 @@ class PrefixConsumer(PullingConnector):
 
     # ---- the engine thread
 
+    def find_prefix(self, request: Request, num_cached_tokens: int) -> int:
+        params = request.kv_transfer_params
+        source = None if params is None else params.prefix_source
+        return 0 if source is None else source.num_tokens
+
     def fetch(
         self,
         request: Request,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from pdserve_common.engine_types import KVTransferStats
+from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.kv_types import (
     RANKS_PROTOCOL_VERSION,
     BlocksReady,
@@ -80,6 +80,7 @@ class Reservation:
     # P owes an answer to a release until then.
     ack_deadline: float = math.inf
     output_token_ids: tuple[int, ...] = ()
+    prefill_stats: PrefillStats | None = None
     prefill_done_at: float = math.inf
     landed_at: float = -math.inf
     num_posted: int = 0
@@ -135,6 +136,7 @@ class Reservation:
             transfer_s=self.busy_s,
             exposed_s=landed_at - self.prefill_done_at,
             release_ack_s=now - landed_at,
+            prefill_stats=self.prefill_stats,
         )
 
 

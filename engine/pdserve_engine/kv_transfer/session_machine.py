@@ -323,6 +323,7 @@ class SessionMachine:
             num_tokens=session.num_tokens,
             output_token_ids=tuple(request.all_token_ids[session.num_tokens :]),
             timeout_s=self._session_timeout_s,
+            prefill_stats=request.measure_prefill(),
         )
         self._send(session, message)
 

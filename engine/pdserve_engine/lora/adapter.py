@@ -20,11 +20,10 @@ from pdserve_engine.lora.adapter_config import (
     Targets,
     parse_adapter_config,
 )
-from pdserve_engine.lora.safetensors_file import parse_safetensors
+from pdserve_engine.lora.safetensors_file import MAX_HEADER_BYTES, parse_safetensors
 
 PICKLE_FILE = "adapter_model.bin"
-# Of the weights' file, besides numbers of at most so many bytes.
-MAX_HEADER_BYTES = 1 << 20
+# The most that a number takes in the weights' file.
 _BYTES = 4
 MAX_PATH_CHARS = 1024
 PREFIX = "base_model.model."
@@ -98,7 +97,8 @@ def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> 
     num_bytes = sum(_BYTES * rows * columns for rows, columns in shapes.values())
     if not (folder / WEIGHTS_FILE).exists() and (folder / PICKLE_FILE).exists():
         raise LoraError(f"{PICKLE_FILE} is a pickle, which may run code: served is {WEIGHTS_FILE}")
-    stored = _parse_weights(_read_file(folder, WEIGHTS_FILE, MAX_HEADER_BYTES + num_bytes))
+    weights = _parse_weights(_read_file(folder, WEIGHTS_FILE, MAX_HEADER_BYTES + num_bytes))
+    stored = {_as_with_head(name): weight for name, weight in weights.items()}
     _check_weights(stored, shapes)
     return LoraAdapter(
         digest=_digest(scaled, stored),
@@ -112,6 +112,15 @@ def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> 
             for name, (_, scale) in scaled.items()
         },
     )
+
+
+def _as_with_head(name: str) -> str:
+    """Return what a weight is called in an adapter of the same model with a head: one that was
+    trained without has the layers at the top.
+    """
+    if name.startswith(f"{PREFIX}layers."):
+        return f"{PREFIX}model.{name.removeprefix(PREFIX)}"
+    return name
 
 
 def _name_of_a(module: str) -> str:

@@ -259,5 +259,9 @@ def _ends(name: str, end: str) -> bool:
 
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the first key that the name ends in."""
-    return next((value for end, value in pattern.items() if _ends(name, end)), default)
+    """Return the value of the first key that the name ends in. A pattern may have many keys, a name
+    has few ends.
+    """
+    parts = name.split(".")
+    known = pattern.keys() & {".".join(parts[first:]) for first in range(len(parts))}
+    return next((pattern[end] for end in pattern if end in known), default) if known else default

@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 
+# It is parsed in one piece, for which steps wait, and takes many times its size in memory. Names of
+# some thousand tensors take less.
+MAX_HEADER_BYTES = 1 << 20
+# Adapters have two. Sizes of as many as a header has room for would be multiplied for seconds.
+MAX_DIMS = 8
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -22,11 +27,14 @@ _MAX_SHOWN = 120
 
 def parse_safetensors(content: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, most of them views of its bytes (uint8 [size]). Raises
-    ValueError for what is no such file, or has another dtype than those of DTYPES.
+    ValueError for what is no such file, has another dtype than those of DTYPES, a tensor of more
+    than MAX_DIMS dimensions, or a header of more than MAX_HEADER_BYTES.
     """
     header_end = _LENGTH_BYTES + int.from_bytes(_bytes(content[:_LENGTH_BYTES]), "little")
     if len(content) < _LENGTH_BYTES or header_end > len(content):
         raise ValueError("the header is longer than the file")
+    if header_end > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has more than {MAX_HEADER_BYTES} bytes")
     header = _parse_header(_bytes(content[_LENGTH_BYTES:header_end]))
     data, tensors, places = content[header_end:], {}, []
     for name, entry in header.items():
@@ -34,7 +42,7 @@ def parse_safetensors(content: torch.Tensor) -> dict[str, torch.Tensor]:
         if not 0 <= begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{_shown(name)} has bytes {begin} to {end}, of {len(data)}")
         places.append((begin, end))
-        tensors[name] = _view(data[begin:end], dtype).view(shape)
+        tensors[name] = _view(name, data[begin:end], dtype, shape)
     _check_whole(places, len(data))
     return tensors
 
@@ -73,6 +81,8 @@ def _parse_entry(name: str, entry: Any) -> tuple[torch.dtype, list[int], int, in
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{_shown(name)} has shape {_shown(shape)} at {_shown(offsets)}")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{_shown(name)} has {len(shape)} dimensions, at most {MAX_DIMS} are read")
     return dtype, shape, offsets[0], offsets[1]
 
 
@@ -82,10 +92,13 @@ def _are_sizes(values: Any) -> bool:
     )
 
 
-def _view(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _view(name: str, part: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     """Views have to be aligned, what is in a file need not be."""
     is_aligned = part.storage_offset() % dtype.itemsize == 0
-    return (part if is_aligned else part.clone()).view(dtype)
+    try:
+        return (part if is_aligned else part.clone()).view(dtype).view(shape)
+    except RuntimeError as error:  # sizes of nothing may be too large for torch
+        raise ValueError(f"{_shown(name)} has shape {_shown(shape)}: {error}") from error
 
 
 def _check_whole(places: list[tuple[int, int]], num_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -12,6 +12,13 @@ from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
+
+if TYPE_CHECKING:  # needs Triton
+    from pdserve_kernels.triton.step_lora import StepLora
+
+# Which tokens of a step have which adapter: segments in ascending order, or on CUDA what lies on
+# the device, where a graph's replay reads it.
+StepAdapters: TypeAlias = "Sequence[LoraSegment] | StepLora"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +33,13 @@ class ForwardInputs:
     kv_cache: torch.Tensor
     # One entry per KV group of `group_layers(config.attention_windows)`.
     metadata: tuple[AttentionMetadata, ...]
-    # The tokens that have adapters, in ascending order; each adapter as `pack_adapter` made it.
-    lora: Sequence[LoraSegment] = ()
+    # The tokens that have adapters, each adapter as `pack_adapter` made it. Models that cannot be
+    # captured take segments alone.
+    lora: StepAdapters = ()
+    # Of a model that sees pictures: [n, hidden_size], what it takes instead of the embeddings of
+    # the tokens at mm_rows, [n] int64. None: there are none.
+    mm_embeds: torch.Tensor | None = None
+    mm_rows: torch.Tensor | None = None
 
 
 class Model(Protocol):
@@ -58,7 +70,9 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocab_size] of the n hidden rows, in fp32 or the model's dtype."""
+        """Return logits [n, vocab_size] of the n hidden rows, in fp32 or the model's dtype; of a
+        classifier [n, num_labels]. A model of embeddings has none.
+        """
         ...
 
     def choose_greedily(
@@ -67,6 +81,17 @@ class Model(Protocol):
         """Return the argmax of the n rows' logits, which need not be in memory for that.
 
         A mask is int32 [n, ceil(vocab_size / 32)] on the model's device: a set bit allows a token.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsMultiModal(Protocol):
+    """A model that sees pictures (`ForwardInputs.mm_embeds`)."""
+
+    def embed_picture(self, pixels: bytes) -> torch.Tensor:
+        """Return the embeddings [num_image_tokens, hidden_size] of a picture, RGB, row by row.
+        Their bits depend on nothing else.
         """
         ...
 

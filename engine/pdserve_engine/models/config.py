@@ -2,17 +2,23 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pdserve_common.pooling_params import PoolingTask
 from pdserve_engine.config import KVCacheDtype, LoadQuantization
+from pdserve_engine.models.experts import (
+    ExpertsConfig,
+    read_mixtral_experts,
+    read_qwen_experts,
+)
 from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.rope import RopeConfig, read_rope
-from pdserve_kernels.kv_scales import FP8
+from pdserve_kernels.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +39,83 @@ class _Family(NamedTuple):
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     # "layers": the window applies to the layers named by layer_types or from max_window_layers on,
-    # if use_sliding_window is true; "always": to all of them.
-    window_scope: Literal["never", "always", "layers"] = "never"
+    # if use_sliding_window is true; "used": to all of them if that is true; "always": to all.
+    window_scope: Literal["never", "always", "used", "layers"] = "never"
+    # What transformers assumes where the field is missing.
+    default_window: int | None = 4096
     default_head_dim: int | None = None
+    default_num_kv_heads: int | None = None
+    default_rms_norm_eps: float = 1e-6
+    default_theta: float = 10000.0
+    # Reads what layers have in place of an MLP, given the number of layers.
+    experts: Callable[[Mapping[str, Any], int], ExpertsConfig | None] | None = None
 
 
 FAMILIES: Mapping[str, _Family] = {
     "LlamaForCausalLM": _Family(has_mlp_bias=True),
-    "MistralForCausalLM": _Family(qkv_bias=False, window_scope="always"),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, window_scope="layers"),
-    "Qwen3ForCausalLM": _Family(has_qk_norm=True, window_scope="layers", default_head_dim=128),
+    "MistralForCausalLM": _Family(qkv_bias=False, window_scope="always", default_num_kv_heads=8),
+    "MixtralForCausalLM": _Family(
+        qkv_bias=False,
+        window_scope="always",
+        default_window=None,
+        default_num_kv_heads=8,
+        default_rms_norm_eps=1e-5,
+        default_theta=1e6,
+        experts=read_mixtral_experts,
+    ),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, window_scope="layers", default_num_kv_heads=32),
+    "Qwen3ForCausalLM": _Family(
+        has_qk_norm=True, window_scope="layers", default_head_dim=128, default_num_kv_heads=32
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        has_qk_norm=True, window_scope="used", default_num_kv_heads=4, experts=read_qwen_experts
+    ),
 }
-# What transformers assumes where the field is missing, in all three families with windows.
-DEFAULT_SLIDING_WINDOW = 4096
+# What architectures of one family end in: with a head that makes tokens, or labels, or none.
+CAUSAL_LM, SEQUENCE_CLASSIFICATION, BASE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
+# What transformers assumes where the field is missing.
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
 DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+PoolingType = Literal["last", "mean"]
+Activation = Literal["normalize", "softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """What a model that pools makes of its tokens' states."""
+
+    tasks: tuple[PoolingTask, ...]
+    # Whose states: the last token's, or the mean over all.
+    pooling_type: PoolingType
+    # 0: the pooled states are the answer, an embedding. Else the score head makes so many of them.
+    num_labels: int = 0
+    # The head of its one label is the second of these tokens' rows of the lm_head less the first's:
+    # the sigmoid of that is the second one's share of both. Empty: there is a score head.
+    classifier_token_ids: tuple[int, ...] = ()
+    # What the answer goes through, and whether it does where the request does not say so.
+    activation: Activation
+    use_activation: bool
+    # Embeddings may be cut: to these sizes, or to any if there are none.
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """How a model sees pictures: as tokens of the prompt whose embeddings its tower makes."""
+
+    # Stands where a picture is, as often as it has tokens.
+    image_token_id: int
+    num_image_tokens: int
+    # Height and width in pixels.
+    image_size: int
+    # What is done to a picture's numbers from 0 to 255: times the factor, less the mean, by the
+    # deviation of each of its colours.
+    rescale_factor: float
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +137,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
     has_fp8_kv: bool = False
+    # None: the model generates.
+    pooler: PoolerConfig | None = None
+    # None: it takes text alone.
+    vision: VisionConfig | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers in the answer of a model that pools; 0 for others."""
+        if self.pooler is None:
+            return 0
+        return self.pooler.num_labels or self.hidden_size
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -92,6 +170,8 @@ class LlamaConfig(ModelConfig):
     has_attention_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+    # None: all layers have an MLP.
+    experts: ExpertsConfig | None = None
 
 
 def read_native_config(
@@ -103,17 +183,22 @@ def read_native_config(
     raw is what `config.json` holds, facts what `read_facts` returns.
     """
     architecture = _read_architecture(raw)
-    family = FAMILIES[architecture]
+    family = FAMILIES[causal_lm_name(architecture)]
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise NativeUnsupportedError(f"hidden_act is {activation}, supported is silu")
     try:
-        rope = read_rope(raw)
+        rope = read_rope(raw, family.default_theta)
     except ValueError as error:
         raise NativeUnsupportedError(str(error)) from error
     length = read_max_model_len(raw.get("max_position_embeddings"), max_model_len)
     num_heads = _require_int(raw, "num_attention_heads")
     hidden_size = _require_int(raw, "hidden_size")
     num_layers = _require_int(raw, "num_hidden_layers")
+    experts = _read_experts(raw, family, num_layers)
+    if experts is not None and (quantization := facts["quantization"]) is not None:
+        raise ModelError(
+            f"quantization is {quantization.method}, not supported for models with experts"
+        )
     has_attention_bias = bool(raw.get("attention_bias", False))
     return LlamaConfig(
         architecture=architecture,
@@ -122,10 +207,10 @@ def read_native_config(
         intermediate_size=_require_int(raw, "intermediate_size"),
         num_layers=num_layers,
         num_attention_heads=num_heads,
-        num_kv_heads=_read_num_kv_heads(raw, num_heads),
+        num_kv_heads=_read_num_kv_heads(raw, num_heads, family.default_num_kv_heads),
         head_dim=raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
         attention_windows=cut_windows(_read_windows(raw, family, num_layers), length),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
         rope=rope,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -133,6 +218,7 @@ def read_native_config(
         has_mlp_bias=family.has_mlp_bias and bool(raw.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
         max_model_len=length,
+        experts=experts,
         **facts,
     )
 
@@ -174,10 +260,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_multimodal(raw: Mapping[str, Any]) -> bool:
+    """Does the model take more than text?"""
+    return any(isinstance(raw.get(field), dict) for field in ("vision_config", "audio_config"))
+
+
+def causal_lm_name(architecture: str) -> str:
+    """Return what the model of the same family that generates is called."""
+    for end in (SEQUENCE_CLASSIFICATION, BASE_MODEL):
+        if architecture.endswith(end):
+            return architecture.removesuffix(end) + CAUSAL_LM
+    return architecture
+
+
 def _read_architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     for name in names:
-        if name in FAMILIES:
+        if causal_lm_name(name) in FAMILIES:
             return str(name)
     raise NativeUnsupportedError(f"architectures is {names}, native are {', '.join(FAMILIES)}")
 
@@ -191,6 +290,15 @@ def _read_quantization(
         raise ModelError(str(error)) from error
 
 
+def _read_experts(raw: Mapping[str, Any], family: _Family, num_layers: int) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    try:
+        return family.experts(raw, num_layers)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
 def _require_int(raw: Mapping[str, Any], field: str) -> int:
     value = raw.get(field)
     if not isinstance(value, int) or value <= 0:
@@ -198,8 +306,8 @@ def _require_int(raw: Mapping[str, Any], field: str) -> int:
     return value
 
 
-def _read_num_kv_heads(raw: Mapping[str, Any], num_heads: int) -> int:
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+def _read_num_kv_heads(raw: Mapping[str, Any], num_heads: int, default: int | None) -> int:
+    num_kv_heads = raw.get("num_key_value_heads", default) or num_heads
     if num_heads % num_kv_heads:
         raise ModelError(
             f"num_key_value_heads is {num_kv_heads}, must divide num_attention_heads {num_heads}"
@@ -222,11 +330,13 @@ def _read_windows(
     raw: Mapping[str, Any], family: _Family, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window as transformers reads it from the same fields."""
-    window = raw.get("sliding_window", DEFAULT_SLIDING_WINDOW)
+    window = raw.get("sliding_window", family.default_window)
     if family.window_scope == "always":
         return (window,) * num_layers
     if family.window_scope == "never" or not raw.get("use_sliding_window", False):
         return (None,) * num_layers
+    if family.window_scope == "used":
+        return (window,) * num_layers
     if (layer_types := raw.get("layer_types")) is not None:
         return windows_of_types(layer_types, window, num_layers)
     first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)

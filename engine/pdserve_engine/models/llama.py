@@ -1,9 +1,11 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data."""
+"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data, and Mixtral
+and Qwen3-MoE, which have experts in place of MLPs.
+"""
 
 import logging
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,12 +14,26 @@ from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
-from pdserve_engine.models.config import LlamaConfig, ModelError
+from pdserve_engine.models.config import LlamaConfig, ModelError, PoolerConfig
+from pdserve_engine.models.experts import FUSED_DOWN, FUSED_GATE_UP, ExpertWeights
+from pdserve_engine.models.llama_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    SCORE,
+    LayerSpec,
+    Projection,
+    kv_scale_names,
+    layer_prefix,
+    lora_targets,
+    weight_shapes,
+)
 from pdserve_engine.models.loader import Checkpoint, WeightPart
+from pdserve_engine.models.quantization import Fp8Quantization
 from pdserve_engine.models.quantized_weights import (
     check_unused_biases,
     read_projection,
-    stored_shapes,
+    stored_weights,
 )
 from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
@@ -32,143 +48,15 @@ from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-LM_HEAD = "lm_head.weight"
-# Of a layer, for KV in FP8; as vLLM and compressed-tensors name them.
-KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 
-
-class _Projection(NamedTuple):
-    """One matrix product; its weights may be several checkpoint entries, stacked by rows."""
-
-    # Of each weight the rows that there are, and this rank's part of them.
-    parts: tuple[tuple[str, int, slice], ...]
-    in_features: int
-    has_bias: bool
-    # This rank's part of the inputs, and in how many sums it adds them up.
-    columns: slice = slice(None)
-    num_sums: int = 1
-
-    @property
-    def num_inputs(self) -> int:
-        """This rank's."""
-        return len(range(self.in_features)[self.columns])
-
-    @property
-    def num_outputs(self) -> int:
-        """This rank's."""
-        return sum(rows.stop - rows.start for _, _, rows in self.parts)
-
-    def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, num_rows, _ in self.parts:
-            yield f"{prefix}{name}.weight", (num_rows, self.in_features)
-            if self.has_bias:
-                yield f"{prefix}{name}.bias", (num_rows,)
-
-    def weights(self, prefix: str) -> list[tuple[WeightPart, tuple[int, int]]]:
-        """Return this rank's parts, with the shapes of the whole weights."""
-        return [
-            (WeightPart(prefix + name, rows, self.columns), (num_rows, self.in_features))
-            for name, num_rows, rows in self.parts
-        ]
-
-    def biases(self, prefix: str) -> list[WeightPart]:
-        return [WeightPart(f"{prefix}{name}.bias", rows) for name, _, rows in self.parts]
-
-
-class _LayerSpec(NamedTuple):
-    """The weights of one decoder layer as the checkpoint names them, below the layer's prefix."""
-
-    qkv: _Projection
-    attention_output: _Projection
-    gate_up: _Projection
-    down: _Projection
-    norms: dict[str, int]
-
-    @classmethod
-    def of(cls, config: LlamaConfig, shard: Shard = WHOLE) -> "_LayerSpec":
-        head_dim, hidden = config.head_dim, config.hidden_size
-        q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
-        attention, mlp = "self_attn.", "mlp."
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if config.has_qk_norm:
-            norms |= dict.fromkeys((attention + "q_norm", attention + "k_norm"), head_dim)
-        q_rows = shard.part(q_size)
-        kv_heads = shard.kv_heads(config.num_kv_heads)
-        kv_rows = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
-        qkv_parts = (
-            (attention + "q_proj", q_size, q_rows),
-            (attention + "k_proj", kv_size, kv_rows),
-            (attention + "v_proj", kv_size, kv_rows),
-        )
-        intermediate = config.intermediate_size
-        mlp_rows = shard.part(intermediate)
-        gate_up_parts = (
-            (mlp + "gate_proj", intermediate, mlp_rows),
-            (mlp + "up_proj", intermediate, mlp_rows),
-        )
-        all_rows = slice(0, hidden)
-        return cls(
-            qkv=_Projection(qkv_parts, hidden, config.has_qkv_bias),
-            attention_output=_Projection(
-                ((attention + "o_proj", hidden, all_rows),),
-                q_size,
-                config.has_attention_output_bias,
-                q_rows,
-                shard.num_sums(q_size),
-            ),
-            gate_up=_Projection(gate_up_parts, hidden, config.has_mlp_bias),
-            down=_Projection(
-                ((mlp + "down_proj", hidden, all_rows),),
-                intermediate,
-                config.has_mlp_bias,
-                mlp_rows,
-                shard.num_sums(intermediate),
-            ),
-            norms=norms,
-        )
-
-    @property
-    def projections(self) -> tuple[_Projection, ...]:
-        return self.qkv, self.attention_output, self.gate_up, self.down
-
-    def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for projection in self.projections:
-            yield from projection.shapes(prefix)
-        for name, size in self.norms.items():
-            yield f"{prefix}{name}.weight", (size,)
-
-
-def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return every weight the checkpoint must have, with its shape."""
-    table = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = table
-    spec = _LayerSpec.of(config)
-    for layer in range(config.num_layers):
-        shapes.update(spec.shapes(_layer_prefix(layer)))
-    return shapes
-
-
-def lora_targets(config: LlamaConfig) -> Targets:
-    """Return the linears that adapters may change: all those of the layers."""
-    spec = _LayerSpec.of(config)
-    return {
-        f"{_layer_prefix(layer)}{name}": (num_rows, projection.in_features)
-        for layer in range(config.num_layers)
-        for projection in spec.projections
-        for name, num_rows, _ in projection.parts
-    }
-
-
-def _layer_prefix(layer: int) -> str:
-    return f"model.layers.{layer}."
-
-
-def _kv_scale_names(layer: int) -> list[str]:
-    return [_layer_prefix(layer) + name for name in KV_SCALES]
+def _unread_head(config: LlamaConfig, names: Collection[str]) -> list[str]:
+    """Return what a checkpoint has of a head that is the embedding: tools store it all the same,
+    and quantize it. A model that pools has no use for one.
+    """
+    if config.pooler is None and not config.tie_word_embeddings:
+        return []
+    head = LM_HEAD.removesuffix("weight")
+    return [name for name in names if name.startswith(head)]
 
 
 class LlamaModel:
@@ -187,10 +75,17 @@ class LlamaModel:
         gets its states from the one before and hands them on; only the last has logits. Raises
         ModelError.
         """
-        dense = weight_shapes(config)
-        expected = stored_shapes(dense, checkpoint.names, config.quantization)
-        scales = (name for layer in range(config.num_layers) for name in _kv_scale_names(layer))
-        checkpoint.check(expected, optional=(LM_HEAD, *scales))
+        dense = weight_shapes(config, checkpoint.names)
+        stored = stored_weights(
+            dense, checkpoint.names, config.quantization, tables=(EMBEDDING, SCORE)
+        )
+        # An embedding needs no head.
+        score = () if config.pooler is None else (SCORE,)
+        scales = (name for layer in range(config.num_layers) for name in kv_scale_names(layer))
+        unread = _unread_head(config, checkpoint.names)
+        checkpoint.check(
+            stored.shapes, in_fp8=stored.in_fp8, optional=(*unread, *score, *scales, *stored.unused)
+        )
         check_unused_biases(checkpoint, dense.keys())
         self.config = config
         self.device = device
@@ -202,8 +97,8 @@ class LlamaModel:
         self.vocabulary = self._shard.vocabulary(config.vocab_size)
         self._checkpoint = checkpoint
         self._kernels = select(device)
-        _warn_if_integers_save_nothing(config, self._kernels)
-        if config.has_fp8_kv and _kv_scale_names(0)[0] not in checkpoint.names:
+        _warn_if_quantization_saves_nothing(config, self._kernels)
+        if config.has_fp8_kv and kv_scale_names(0)[0] not in checkpoint.names:
             logger.warning("the checkpoint has no k_scale and v_scale: KV in FP8 is not scaled")
         self.can_be_captured = True
         self.is_row_independent = self._kernels.is_row_independent(config.dtype) and (
@@ -213,8 +108,9 @@ class LlamaModel:
         self._is_embedding_split = group is not None and not is_mapped(device)
         if stage.is_first:
             self._embedding = self._read_embedding()
-        if stage.is_last:
-            self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
+        self._head: Any = None
+        if stage.is_last and (config.pooler is None or config.pooler.num_labels):
+            self._head = self._kernels.pack_linear(self._read_head(), None)
         decoder = self._read_decoder()
         self._layers = decoder.layers
         self._decoder = self._kernels.pack_decoder(decoder)
@@ -224,6 +120,9 @@ class LlamaModel:
         """See `models.base.Model`."""
         if self.stage.is_first:
             states = self._embed(inputs.token_ids)
+            if inputs.mm_embeds is not None:
+                assert inputs.mm_rows is not None
+                states.index_copy_(0, inputs.mm_rows, inputs.mm_embeds)
         else:
             states = self.stage.receive(len(inputs.token_ids), self.config)
         states = self._kernels.run_decoder(
@@ -241,7 +140,7 @@ class LlamaModel:
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
-        logits: torch.Tensor = self._kernels.linear(hidden_rows, self._lm_head)
+        logits: torch.Tensor = self._kernels.linear(hidden_rows, self._head)
         return logits
 
     @torch.inference_mode()
@@ -249,7 +148,7 @@ class LlamaModel:
         self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
     ) -> Argmax:
         """See `models.base.Model`."""
-        best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head, mask=mask)
+        best: Argmax = self._kernels.linear_argmax(hidden_rows, self._head, mask=mask)
         return best
 
     @torch.inference_mode()
@@ -275,35 +174,39 @@ class LlamaModel:
         """
         num_numbers = sum(
             len(projection.parts) * max_rank * (projection.num_inputs + projection.num_outputs)
-            for projection in _LayerSpec.of(self.config, self._shard).projections
+            for layer in self.stage.layers(self.config.num_layers)
+            for projection in LayerSpec.of(self.config, layer, self._shard).projections
         )
-        return len(self._layers) * num_numbers * self.config.dtype.itemsize
+        return num_numbers * self.config.dtype.itemsize
 
     def pack_adapter(self, adapter: LoraAdapter) -> Any:
         """See `models.base.SupportsLora`."""
-        spec, layers = _LayerSpec.of(self.config, self._shard), self._layers
+        layers = zip(self.stage.layers(self.config.num_layers), self._layers, strict=True)
         return self._kernels.pack_adapter(
-            [
-                LoraLayer(
-                    qkv=self._pack_lora(adapter, index, spec.qkv, layer.qkv),
-                    attention_output=self._pack_lora(
-                        adapter, index, spec.attention_output, layer.attention_output
-                    ),
-                    gate_up=self._pack_lora(adapter, index, spec.gate_up, layer.gate_up),
-                    down=self._pack_lora(adapter, index, spec.down, layer.down),
-                )
-                for index, layer in zip(
-                    self.stage.layers(self.config.num_layers), layers, strict=True
-                )
-            ]
+            [self._pack_adapter_layer(adapter, index, layer) for index, layer in layers]
+        )
+
+    def _pack_adapter_layer(
+        self, adapter: LoraAdapter, index: int, layer: DecoderLayer
+    ) -> LoraLayer:
+        spec = LayerSpec.of(self.config, index, self._shard)
+
+        def pack(projection: Projection | None, packed: Any) -> Any:
+            return projection and self._pack_lora(adapter, index, projection, packed)
+
+        return LoraLayer(
+            qkv=pack(spec.qkv, layer.qkv),
+            attention_output=pack(spec.attention_output, layer.attention_output),
+            gate_up=pack(spec.gate_up, layer.gate_up),
+            down=pack(spec.down, layer.down),
         )
 
     def _pack_lora(
-        self, adapter: LoraAdapter, layer: int, projection: _Projection, packed: Any
+        self, adapter: LoraAdapter, layer: int, projection: Projection, packed: Any
     ) -> Any:
         parts, first_output = [], 0
         for name, _, rows in projection.parts:
-            module = adapter.modules.get(_layer_prefix(layer) + name)
+            module = adapter.modules.get(layer_prefix(layer) + name)
             if module is not None:
                 a, b = module.a[:, projection.columns], module.b[rows]
                 parts.append(LoraPart(first_output, a, b, module.scale))
@@ -328,14 +231,14 @@ class LlamaModel:
         return self.group.sum_rows(states.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def _read_decoder(self) -> Decoder:
-        config, spec = self.config, _LayerSpec.of(self.config, self._shard)
+        config = self.config
         kv_heads = self._shard.kv_heads(config.num_kv_heads)
         places = slots_of(group_layers(config.attention_windows))
         layers = self.stage.layers(config.num_layers)
         first_slot = places[layers[0]][1] if self.stage.count > 1 else 0
         return Decoder(
             layers=tuple(
-                self._read_layer(spec, layer, places[layer][0], places[layer][1] - first_slot)
+                self._read_layer(layer, places[layer][0], places[layer][1] - first_slot)
                 for layer in layers
             ),
             final_norm=self._read(FINAL_NORM) if self.stage.is_last else None,
@@ -352,8 +255,9 @@ class LlamaModel:
             ).to(self.device),
         )
 
-    def _read_layer(self, spec: _LayerSpec, layer: int, group: int, slot: int) -> DecoderLayer:
-        prefix = _layer_prefix(layer)
+    def _read_layer(self, layer: int, group: int, slot: int) -> DecoderLayer:
+        spec = LayerSpec.of(self.config, layer, self._shard, self._checkpoint.names)
+        prefix = layer_prefix(layer)
         norms = {name: self._read(f"{prefix}{name}.weight") for name in spec.norms}
         return DecoderLayer(
             input_norm=norms["input_layernorm"],
@@ -362,8 +266,9 @@ class LlamaModel:
             k_norm=norms.get("self_attn.k_norm"),
             attention_output=self._pack(prefix, spec.attention_output),
             post_attention_norm=norms["post_attention_layernorm"],
-            gate_up=self._pack(prefix, spec.gate_up, num_parts=2),
-            down=self._pack(prefix, spec.down),
+            gate_up=spec.gate_up and self._pack(prefix, spec.gate_up, num_parts=2),
+            down=spec.down and self._pack(prefix, spec.down),
+            moe=spec.experts and self._pack_moe(prefix, spec.experts),
             group=group,
             slot=slot,
             window=self.config.attention_windows[layer],
@@ -371,7 +276,7 @@ class LlamaModel:
         )
 
     def _read_kv_scales(self, layer: int) -> KVScales:
-        names = _kv_scale_names(layer)
+        names = kv_scale_names(layer)
         found = [name for name in names if name in self._checkpoint.names]
         if not self.config.has_fp8_kv or not found:
             return NO_SCALES
@@ -386,8 +291,10 @@ class LlamaModel:
             raise ModelError(f"{name} is {scale.tolist()}, expected one positive number")
         return scale.item()
 
-    def _read_lm_head(self) -> torch.Tensor | QuantizedWeight:
+    def _read_head(self) -> torch.Tensor | QuantizedWeight:
         config, device = self.config, self.device
+        if config.pooler is not None:
+            return self._read_score(config.pooler)
         if config.tie_word_embeddings and self.stage.is_first and not is_mapped(device):
             return self._embedding  # packing a map would pull all of it into memory
         name = EMBEDDING if config.tie_word_embeddings else LM_HEAD
@@ -400,7 +307,24 @@ class LlamaModel:
             device=device,
         )
 
-    def _pack(self, prefix: str, projection: _Projection, *, num_parts: int = 1) -> Any:
+    def _read_score(self, pooler: PoolerConfig) -> torch.Tensor:
+        """Return the head [num_labels, hidden_size] of a classifier."""
+        if not pooler.classifier_token_ids:
+            return self._read(SCORE)
+        name = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
+        if name not in self._checkpoint.names:
+            raise ModelError(f"classifier_from_token needs {name} as it is, which is quantized")
+        no, yes = (
+            self._checkpoint.read(
+                WeightPart(name, slice(token_id, token_id + 1)),
+                dtype=torch.float32,
+                device=self.device,
+            )
+            for token_id in pooler.classifier_token_ids
+        )
+        return (yes - no).to(self.config.dtype)
+
+    def _pack(self, prefix: str, projection: Projection, *, num_parts: int = 1) -> Any:
         weight = read_projection(
             self._checkpoint,
             projection.weights(prefix),
@@ -413,20 +337,44 @@ class LlamaModel:
             weight, bias, num_parts=num_parts, num_sums=projection.num_sums
         )
 
+    def _pack_moe(self, prefix: str, weights: ExpertWeights) -> Any:
+        config = weights.config
+        return self._kernels.pack_moe(
+            self._read(prefix + weights.router),
+            (self._read_expert(prefix, weights, index) for index in range(config.num_experts)),
+            top_k=config.num_experts_per_tok,
+            renormalize=config.norm_topk_prob,
+        )
+
+    def _read_expert(
+        self, prefix: str, weights: ExpertWeights, expert: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its gate and up, in one, and its down."""
+        if weights.is_fused:
+            own = slice(expert, expert + 1)
+            gate_up, down = (
+                self._read(WeightPart(prefix + name, own)) for name in (FUSED_GATE_UP, FUSED_DOWN)
+            )
+            return gate_up[0], down[0]
+        gate_up = self._read(*(prefix + name for name in weights.gate_up(expert)))
+        return gate_up, self._read(prefix + weights.down(expert))
+
 
 def is_mapped(device: torch.device) -> bool:
     """Does the embedding stay in its file? It takes no memory there: every rank has all of it."""
     return device.type == "cpu"
 
 
-def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> None:
+def _warn_if_quantization_saves_nothing(config: LlamaConfig, kernels: KernelSet) -> None:
     if config.quantization is None:
         return
-    name = name_of(kernels)
-    if name == "reference" or (name.startswith("cpu") and config.dtype != torch.bfloat16):
+    name, is_fp8 = name_of(kernels), isinstance(config.quantization, Fp8Quantization)
+    if name == "reference" or (
+        name.startswith("cpu") and (is_fp8 or config.dtype != torch.bfloat16)
+    ):
         logger.warning(
-            "quantization saves nothing here: in %s the %s kernels multiply with dense weights; "
-            "the compiled ones in bfloat16 keep integers",
+            "quantization saves nothing here: in %s the %s kernels multiply with dense weights; %s",
             config.dtype_name,
             name,
+            "those of CUDA keep FP8" if is_fp8 else "the compiled ones in bfloat16 keep integers",
         )

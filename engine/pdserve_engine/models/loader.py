@@ -4,11 +4,12 @@ import ctypes
 import hashlib
 import json
 import logging
+import math
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,19 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# The weights whose names never have a prefix.
+HEADS = ("lm_head.", "score.")
 # Left in old Llama checkpoints; computed from the config instead.
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 MAX_NAMES_IN_ERROR = 8
+# What safetensors call e4m3.
+FP8_KIND = "F8_E4M3"
 # A line about progress in the log at most this often.
 PROGRESS_LOG_S = 1.0
 # Bytes of a weight that are mapped at a time.
 PIECE_BYTES = 16 << 20
+# Bytes that may stay mapped until the next weight is read.
+KEPT_BYTES = 4 << 20
 # Tensors of at least this many bytes count as large; smaller ones do not add up to much.
 MIN_MAPPED_BYTES = 128 << 10
 # From glibc's malloc.h.
@@ -55,13 +62,60 @@ class WeightPart(NamedTuple):
         return (*cut, *whole[len(cut) :])
 
 
-class Checkpoint:
-    """The weights of one model folder, read one by one: a caller holds only what it asked for."""
+class _LastFile(threading.local):
+    """The file that a thread has read from last, open for the next weight: to open one parses the
+    names of all its weights. After KEPT_BYTES it is closed, so that the pages leave the process.
+    """
 
-    def __init__(self, model_dir: str | Path, *, progress: Progress | None = None) -> None:
+    path: Path | None = None
+    file: Any = None
+    num_bytes = 0
+
+    def open(self, path: Path) -> Any:
+        if path != self.path:
+            self.close()
+            self.path, self.file = path, _open(path)
+        return self.file
+
+    def note_read(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self.num_bytes > KEPT_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        self.path, self.file, self.num_bytes = None, None, 0
+
+
+class Checkpoint:
+    """The weights of one model folder, read one by one: a caller holds only what it asked for.
+
+    A model that was saved without its head may lack `prefix` before all its names there; here they
+    have it. Of a model of several parts it may be one: `part` says what a stored weight is called
+    here, or None for those of the others.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        progress: Progress | None = None,
+        prefix: str = "",
+        part: Callable[[str], str | None] = str,
+    ) -> None:
         self.folder = Path(model_dir)
-        self._files = _map_names_to_files(self.folder)
+        files = _map_names_to_files(self.folder)
+        if any(name.startswith(prefix) for name in files):
+            prefix = ""
+        # Of each weight its file, and what it is called there.
+        self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
+        for stored, path in files.items():
+            name = part(stored if stored.startswith(HEADS) else prefix + stored)
+            if name is not None:
+                self._files[name], self._stored[name] = path, stored
         self._progress = progress
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._last_file = _LastFile()
         self._read_names: set[str] = set()
         self._lock = threading.Lock()
         self._num_expected = len(self.names)
@@ -72,9 +126,17 @@ class Checkpoint:
         return frozenset(name for name in self._files if not name.endswith(IGNORED_SUFFIX))
 
     def check(
-        self, expected: Mapping[str, tuple[int, ...]], *, optional: Iterable[str] = ()
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        in_fp8: Collection[str] = (),
+        optional: Iterable[str] = (),
     ) -> None:
-        """Raise ModelError unless the folder has exactly the expected weights, in their shapes."""
+        """Raise ModelError unless the folder has exactly the expected weights, in their shapes, and
+        has those alone in FP8 that are expected to be.
+
+        A shape of one number is any such shape: tools differ in how they store scales.
+        """
         names = self.names
         if missing := sorted(expected.keys() - names):
             raise ModelError(f"checkpoint lacks {len(missing)} weights: {name_some(missing)}")
@@ -83,14 +145,16 @@ class Checkpoint:
                 f"checkpoint has {len(unexpected)} weights the model has no place for:"
                 f" {name_some(unexpected)}"
             )
-        for path in sorted({self._files[name] for name in expected}):
+        by_path: dict[Path, list[str]] = {}
+        for name in expected:
+            by_path.setdefault(self._files[name], []).append(name)
+        for path, in_file in sorted(by_path.items()):
             with _open(path) as file:
-                for name in file.keys() & expected.keys():
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != expected[name]:
-                        raise ModelError(
-                            f"{name} has shape {shape}, the config asks {expected[name]}"
-                        )
+                for name in in_file:
+                    stored = file.get_slice(self._stored[name])
+                    self._shapes[name] = tuple(stored.get_shape())
+                    _check_shape(name, self._shapes[name], expected[name])
+                    _check_kind(name, stored.get_dtype(), name in in_fp8)
         self._num_expected = len(expected)
 
     def read(
@@ -99,7 +163,7 @@ class Checkpoint:
         """Return a copy of some weights, stacked by rows; nothing keeps pointing into the files.
 
         Files are mapped for a piece at a time: the pages go straight into the new tensor and leave
-        the process at once.
+        the process at once, but for KEPT_BYTES.
         """
         parts = [WeightPart(part) if isinstance(part, str) else part for part in weights]
         shapes = [part.shape(self._shape(part.name)) for part in parts]
@@ -115,18 +179,20 @@ class Checkpoint:
         only pages that are looked at take memory; a copy if it is stored in another dtype.
         """
         with _open(self._files[name]) as file:
-            if device.type == "cpu" and file.get_slice(name)[:0].dtype == dtype:
+            if device.type == "cpu" and file.get_slice(self._stored[name])[:0].dtype == dtype:
                 self._count_read(name)
-                return file.get_tensor(name)  # type: ignore[no-any-return]
+                return file.get_tensor(self._stored[name])  # type: ignore[no-any-return]
         return self.read(name, dtype=dtype, device=device)
 
     def read_as_stored(self, name: str) -> torch.Tensor:
         """Return a copy of one weight on the CPU, in the shape and dtype of the file."""
-        with _open(self._files[name]) as file:
-            if not file.get_slice(name).get_shape():
-                self._count_read(name)
-                return file.get_tensor(name).clone()  # type: ignore[no-any-return]
-            dtype = file.get_slice(name)[:0].dtype
+        file = self._last_file.open(self._files[name])
+        stored = file.get_slice(self._stored[name])
+        if not stored.get_shape():
+            self._count_read(name)
+            return file.get_tensor(self._stored[name]).clone()  # type: ignore[no-any-return]
+        dtype = stored[:0].dtype
+        del file, stored  # closed means unmapped
         return self.read(name, dtype=dtype, device=torch.device("cpu"))
 
     def _read_into(self, target: torch.Tensor, part: WeightPart) -> None:
@@ -136,8 +202,10 @@ class Checkpoint:
             piece = target[start : start + num_rows]
             rows = slice(first + start, first + start + len(piece))
             wanted = (rows, part.columns)[: target.dim()]
-            with _open(self._files[part.name]) as file:
-                piece.copy_(file.get_slice(part.name)[wanted])
+            file = self._last_file.open(self._files[part.name])
+            piece.copy_(file.get_slice(self._stored[part.name])[wanted])
+            del file  # closed means unmapped
+            self._last_file.note_read(piece.nbytes)
 
     def _count_read(self, name: str) -> None:
         with self._lock:  # transformers reads on several threads
@@ -148,8 +216,10 @@ class Checkpoint:
                 self._progress(len(self._read_names), self._num_expected)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        with _open(self._files[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        if (shape := self._shapes.get(name)) is None:
+            file = self._last_file.open(self._files[name])
+            shape = self._shapes[name] = tuple(file.get_slice(self._stored[name]).get_shape())
+        return shape
 
 
 def show_progress() -> Progress:
@@ -220,6 +290,20 @@ def weights_digest(model_dir: str | Path) -> str:
                 file.seek(start + (last - start) * i // (DIGEST_SAMPLES - 1))
                 digest.update(file.read(DIGEST_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected and not math.prod(shape) == math.prod(expected) == 1:
+        raise ModelError(f"{name} has shape {shape}, the config asks {expected}")
+
+
+def _check_kind(name: str, kind: str, is_fp8: bool) -> None:
+    if is_fp8 and kind != FP8_KIND:
+        raise ModelError(f"{name} is stored as {kind}, must be {FP8_KIND} as it has a scale")
+    if kind.startswith("F8_") and kind != FP8_KIND:
+        raise ModelError(f"{name} is stored as {kind}, which is not supported")
+    if not is_fp8 and kind == FP8_KIND:
+        raise ModelError(f"{name} is stored as {kind}, and nothing says what scale that has")
 
 
 def _open(path: Path) -> Any:

@@ -1,7 +1,7 @@
-"""Reading projections as integers: those of quantized checkpoints, or dense ones, rounded.
+"""Reading projections in 4 or 8 bits: those of quantized checkpoints, or dense ones, rounded.
 
-Formats differ in how they pack integers into int32. All store unsigned ones; ours are signed, and
-so are our zero points: half of the range is taken off both.
+FP8 is in `fp8_weights.py`. Formats of integers differ in how they pack them into int32. All store
+unsigned ones; ours are signed, and so are our zero points: half of the range is taken off both.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,11 +11,18 @@ from typing import NamedTuple
 import torch
 
 from pdserve_engine.models.config import ModelError
+from pdserve_engine.models.fp8_weights import (
+    ACTIVATION_SCALES,
+    WEIGHT,
+    read_fp8,
+    scale_name,
+    scales_shape,
+)
 from pdserve_engine.models.loader import Checkpoint, WeightPart
-from pdserve_engine.models.quantization import Quantization
-from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, stack
+from pdserve_engine.models.quantization import Fp8Quantization, IntQuantization, Quantization
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8, stack
 
-WEIGHT, BIAS = ".weight", ".bias"
+BIAS = ".bias"
 # Which 4 bits of an int32, lowest first, hold its 8 outputs in turn.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -31,18 +38,61 @@ class _Integers(NamedTuple):
     zeros: torch.Tensor | None
 
 
-def stored_shapes(
+class StoredWeights(NamedTuple):
+    """What a checkpoint must have: by name the shapes, and which are in FP8; and what it may have
+    besides that nobody reads.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    in_fp8: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+
+
+def stored_weights(
     expected: Mapping[str, tuple[int, ...]],
     names: frozenset[str],
     quantization: Quantization | None,
-) -> dict[str, tuple[int, ...]]:
-    """Return the weights a checkpoint with these names must have, given those of a dense one.
+    *,
+    tables: Collection[str] = (),
+) -> StoredWeights:
+    """Return the weights a checkpoint with these names must have, given those of a dense one, of
+    which `tables` are never quantized.
 
     Tools for GPTQ may write a bias beside every `qweight`: it is among them if it is there, though
     the dense model may have none (`check_unused_biases`).
     """
     if quantization is None or quantization.method == "load":
-        return dict(expected)
+        return StoredWeights(expected)
+    if isinstance(quantization, Fp8Quantization):
+        linears = {
+            name: shape
+            for name, shape in expected.items()
+            if len(shape) == 2 and name not in tables
+        }
+        return _stored_fp8(expected, linears, names, quantization)
+    return StoredWeights(_stored_integers(expected, names, quantization))
+
+
+def _stored_fp8(
+    expected: Mapping[str, tuple[int, ...]],
+    linears: Mapping[str, tuple[int, ...]],
+    names: frozenset[str],
+    quantization: Fp8Quantization,
+) -> StoredWeights:
+    shapes, in_fp8, unused = dict(expected), set(), set()
+    for name, shape in linears.items():
+        stem = name.removesuffix(WEIGHT)
+        scales = scale_name(stem, names, quantization)
+        if scales is not None:
+            shapes[scales] = scales_shape(quantization, shape)
+            in_fp8.add(name)
+            unused |= {stem + suffix for suffix in ACTIVATION_SCALES}
+    return StoredWeights(shapes, frozenset(in_fp8), frozenset(unused))
+
+
+def _stored_integers(
+    expected: Mapping[str, tuple[int, ...]], names: frozenset[str], quantization: IntQuantization
+) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in expected.items():
         if name in names or len(shape) != 2:
@@ -74,28 +124,28 @@ def read_projection(
     """Return parts of weights, named without `.weight` and given with the whole weight's shape,
     stacked by rows, for activations of `dtype`.
 
-    Integers if the checkpoint has them or they are to be made at load time: made of whole rows, so
+    Quantized if the checkpoint's are or if they are to be rounded at load time: by whole rows, so
     that no cut changes them. Raises ModelError if some of the weights are quantized and others are
-    not, for integers that do not fit their shape or that a cut divides, or weights that differ in
-    how they are quantized.
+    not, for numbers that do not fit their shape, groups that a cut divides, or weights that differ
+    in how they are quantized.
     """
     names = [part.name for part, _ in weights]
     dense = [part._replace(name=part.name + WEIGHT) for part, _ in weights]
-    num_dense = sum(part.name in checkpoint.names for part in dense)
-    if quantization is None or (num_dense == len(dense) and quantization.method != "load"):
+    is_stored = [_is_stored(name, checkpoint.names, quantization) for name in names]
+    is_rounded = quantization is not None and quantization.method == "load"
+    if quantization is None or not (any(is_stored) or is_rounded):
         return checkpoint.read(*dense, dtype=dtype, device=device)
-    if 0 < num_dense < len(dense):
+    if any(is_stored) and not all(is_stored):
         raise ModelError(f"of {', '.join(names)}, which are one product, only some are quantized")
     try:
-        if num_dense:
+        if is_rounded:
             rows = checkpoint.read(
                 *(part._replace(columns=slice(None)) for part in dense), dtype=dtype, device=device
             )
-            made = quantize(rows, bits=quantization.bits, group_size=quantization.group_size)
             (columns,) = {(part.columns.start, part.columns.stop) for part, _ in weights}
-            return made.columns(slice(*columns))
+            return _round(rows, quantization).columns(slice(*columns))
         stored = [
-            _read_integers(checkpoint, part.name, quantization, dtype, shape)
+            _read_stored(checkpoint, part.name, quantization, dtype, shape)
             .rows(part.rows)
             .columns(part.columns)
             for part, shape in weights
@@ -107,10 +157,37 @@ def read_projection(
         raise ModelError(f"{', '.join(names)}: {error}") from error
 
 
-def _read_integers(
+def _is_stored(name: str, names: frozenset[str], quantization: Quantization | None) -> bool:
+    """Does a checkpoint with these names have a weight, given without `.weight`, quantized?"""
+    if quantization is None or quantization.method == "load":
+        return False
+    if isinstance(quantization, Fp8Quantization):
+        return scale_name(name, names, quantization) is not None
+    return name + WEIGHT not in names
+
+
+def _round(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    if isinstance(quantization, Fp8Quantization):
+        return quantize_fp8(weight)
+    return quantize(weight, bits=quantization.bits, group_size=quantization.group_size)
+
+
+def _read_stored(
     checkpoint: Checkpoint,
     name: str,
     quantization: Quantization,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+) -> QuantizedWeight:
+    if isinstance(quantization, Fp8Quantization):
+        return read_fp8(checkpoint, name, quantization, dtype)
+    return _read_integers(checkpoint, name, quantization, dtype, shape)
+
+
+def _read_integers(
+    checkpoint: Checkpoint,
+    name: str,
+    quantization: IntQuantization,
     dtype: torch.dtype,
     shape: tuple[int, int],
 ) -> QuantizedWeight:
@@ -130,7 +207,9 @@ def _read_integers(
     return weight
 
 
-def _signed(integers: _Integers, quantization: Quantization, dtype: torch.dtype) -> QuantizedWeight:
+def _signed(
+    integers: _Integers, quantization: IntQuantization, dtype: torch.dtype
+) -> QuantizedWeight:
     bits, columns = quantization.bits, integers.values.shape[1]
     zeros = None if integers.zeros is None else _less_half(integers.zeros, bits).contiguous()
     scales = integers.scales.contiguous()
@@ -168,7 +247,9 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 
-def _shapes_of(quantization: Quantization, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _shapes_of(
+    quantization: IntQuantization, rows: int, columns: int
+) -> dict[str, tuple[int, ...]]:
     per_int32 = 32 // quantization.bits
     groups = -(-columns // (quantization.group_size or columns))
     packed_rows, packed_columns = -(-rows // per_int32), -(-columns // per_int32)
@@ -187,7 +268,7 @@ def _shapes_of(quantization: Quantization, rows: int, columns: int) -> dict[str,
     return shapes | {"qweight": (packed_columns, rows), "g_idx": (columns,)}
 
 
-def _decode_compressed_tensors(tensors: Tensors, quantization: Quantization) -> _Integers:
+def _decode_compressed_tensors(tensors: Tensors, quantization: IntQuantization) -> _Integers:
     rows, columns = tensors["weight_shape"].tolist()
     if rows != len(tensors["weight_packed"]):
         raise ValueError(f"weight_shape has {rows} rows, there are {len(tensors['weight_packed'])}")
@@ -198,7 +279,7 @@ def _decode_compressed_tensors(tensors: Tensors, quantization: Quantization) -> 
     return _Integers(values, tensors["weight_scale"], zeros)
 
 
-def _decode_awq(tensors: Tensors, quantization: Quantization) -> _Integers:
+def _decode_awq(tensors: Tensors, quantization: IntQuantization) -> _Integers:
     values, zeros = (_unpack_awq(tensors[name]) for name in ("qweight", "qzeros"))
     return _Integers(values.T.contiguous(), tensors["scales"].T, zeros.T)
 
@@ -208,7 +289,7 @@ def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:
     return shuffled.view(len(packed), -1, 8)[:, :, AWQ_ORDER].flatten(1)
 
 
-def _decode_gptq(tensors: Tensors, quantization: Quantization) -> _Integers:
+def _decode_gptq(tensors: Tensors, quantization: IntQuantization) -> _Integers:
     values = _unpack(tensors["qweight"].T, quantization.bits)
     columns = values.shape[1]
     size = quantization.group_size or columns
@@ -221,7 +302,7 @@ def _decode_gptq(tensors: Tensors, quantization: Quantization) -> _Integers:
     return _Integers(values, tensors["scales"].T, zeros.T)
 
 
-_DECODERS: Mapping[str, Callable[[Tensors, Quantization], _Integers]] = {
+_DECODERS: Mapping[str, Callable[[Tensors, IntQuantization], _Integers]] = {
     "compressed-tensors": _decode_compressed_tensors,
     "awq": _decode_awq,
     "gptq": _decode_gptq,

@@ -6,24 +6,27 @@ from typing import get_args
 
 import torch
 
-from pdserve_engine.config import KVCacheDtype, LoadQuantization, ModelImpl
+from pdserve_engine.config import Convert, KVCacheDtype, LoadQuantization, ModelImpl, Runner
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import (
     LlamaConfig,
     ModelConfig,
     ModelError,
     NativeUnsupportedError,
+    is_multimodal,
     read_facts,
     read_json,
     read_native_config,
 )
 from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.models.llama_weights import MODEL_PREFIX
 from pdserve_engine.models.loader import (
     Checkpoint,
     Progress,
     large_tensors_mapped_apart,
     show_progress,
 )
+from pdserve_engine.models.pooler_config import read_pooler_config
 from pdserve_engine.models.stage import ALL_LAYERS, Stage
 from pdserve_kernels.groups import Group
 
@@ -38,21 +41,46 @@ def read_model_config(
     model_impl: ModelImpl = "auto",
     quantization: LoadQuantization | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    runner: Runner = "auto",
+    convert: Convert = "auto",
+    pooler_config: str | None = None,
 ) -> ModelConfig:
     """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
 
     dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
     model's own limit and may only lower it. "auto" runs a model natively (the result is a
     LlamaConfig) where that is possible, else on the transformers backend, which has no
-    quantization and no KV in FP8. quantization is for checkpoints that have none.
+    quantization, no KV in FP8 and no pooling. quantization is for checkpoints that have none.
+    pooler_config is JSON, for a model that pools (`read_pooler_config`).
     """
     if model_impl not in get_args(ModelImpl):
         choices = ", ".join(get_args(ModelImpl))
         raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
     folder = Path(model_dir)
     raw = read_json(folder / "config.json")
+    if is_multimodal(raw):
+        # Takes seconds to import, and most models need none of it.
+        from pdserve_engine.models.llava_config import read_llava_config
+
+        multimodal = read_llava_config(
+            folder,
+            raw,
+            max_model_len=max_model_len,
+            model_impl=model_impl,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            runner=runner,
+            convert=convert,
+            pooler_config=pooler_config,
+        )
+        logger.info("%s runs natively, its vision tower is transformers'", multimodal.architecture)
+        return multimodal
     facts = read_facts(
         folder, raw, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
+    facts["pooler"] = read_pooler_config(
+        folder, raw, runner=runner, convert=convert, overrides=pooler_config
     )
     if model_impl != "transformers":
         try:
@@ -70,6 +98,10 @@ def read_model_config(
         raise ModelError(
             f"quantization is {facts['quantization'].method}, which only our own code runs "
             f"(not run natively: {reason})"
+        )
+    if facts["pooler"] is not None:
+        raise ModelError(
+            f"runner is pooling, which only our own code has (not run natively: {reason})"
         )
     if facts["has_fp8_kv"]:
         raise ModelError(
@@ -104,7 +136,15 @@ def load_model(
     """
     if progress is None and (group is None or group.rank == 0) and stage.is_first:
         progress = show_progress()
-    checkpoint = Checkpoint(model_dir, progress=progress)
+    if config.vision is not None:
+        assert isinstance(config, LlamaConfig), "read_llava_config has made it"
+        from pdserve_engine.models.llava import LlavaModel  # imports transformers, as above
+
+        with large_tensors_mapped_apart():
+            return LlavaModel(config, Path(model_dir), device, progress)
+    # Those without a head may have been saved so.
+    prefix = "" if config.pooler is None else MODEL_PREFIX
+    checkpoint = Checkpoint(model_dir, progress=progress, prefix=prefix)
     with large_tensors_mapped_apart():
         if isinstance(config, LlamaConfig):
             return LlamaModel(config, checkpoint, device, group, stage)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 ROPE_TYPES = ("default", "linear", "llama3")
-DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,14 +15,14 @@ class RopeConfig:
     """How positions become angles. The last three fields matter to llama3 only."""
 
     rope_type: Literal["default", "linear", "llama3"] = "default"
-    theta: float = DEFAULT_THETA
+    theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
 
-def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Raise ValueError that names what is not supported.
@@ -38,7 +37,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     rotary_share = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if rotary_share != 1.0:
         raise ValueError(f"partial_rotary_factor is {rotary_share}, supported is 1.0")
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or default_theta)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     factor = float(_require(parameters, field, "factor"))

@@ -6,23 +6,23 @@ step go through it as one sequence of tokens, which only attention and positions
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.utils import logging as transformers_logging
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
-from pdserve_engine.models.loader import Checkpoint, name_some
+from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.packed_linears import PackedLinears
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
+from pdserve_engine.models.transformers_weights import load_pretrained
 from pdserve_kernels import KernelSet, select
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
@@ -50,6 +50,7 @@ CHECKED_ARCHITECTURES = frozenset(
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
+        "OlmoeForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
@@ -92,7 +93,14 @@ class TransformersModel:
         if config.architecture not in CHECKED_ARCHITECTURES:
             logger.warning("%s is not among the architectures we test", config.architecture)
         _register()
-        model = _load(config, checkpoint).to(device)  # type: ignore[arg-type]
+        hf_config = load_hf_config(checkpoint.folder)
+        model = load_pretrained(
+            causal_lm_class(hf_config, [config.architecture]),
+            hf_config,
+            checkpoint,
+            dtype=config.dtype,
+            attention=PROBED_ATTENTION,
+        ).to(device)  # type: ignore[arg-type]
         self._linears = PackedLinears(model, self._kernels)
         self._decoder, self._head = _split(model)
         self._probe()
@@ -104,7 +112,9 @@ class TransformersModel:
         attention = _PagedAttention(
             self._kernels, self._windows, self._slots, inputs.kv_cache, inputs.metadata
         )
-        with self._linears.adapted(inputs.lora):
+        lora = inputs.lora
+        assert isinstance(lora, Sequence), "segments, of a model that cannot be captured"
+        with self._linears.adapted(lora):
             return _decode(self._decoder, inputs.token_ids, inputs.positions, attention)
 
     @torch.inference_mode()
@@ -257,17 +267,6 @@ class _HiddenRows(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-class _WeightReader:
-    """A weight that has yet to be read; `[...]` reads it, as in a slice of a safetensors file."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
-
-    def __getitem__(self, _: object) -> torch.Tensor:
-        # transformers casts it; some weights stay in fp32.
-        return self._checkpoint.read_as_stored(self._name)
-
-
 def _register() -> None:
     AttentionInterface.register(PAGED_ATTENTION, _attention_forward)
     AttentionInterface.register(PROBED_ATTENTION, _attention_forward)
@@ -300,39 +299,6 @@ def _is_off(argument: object) -> bool:
 def _layer_of(module: nn.Module) -> int:
     layer: int = module.layer_idx  # type: ignore[assignment]
     return layer
-
-
-def _load(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
-    """Let transformers load the weights: it knows what was renamed, and which experts to fuse."""
-    hf_config = load_hf_config(checkpoint.folder)
-    model_class = causal_lm_class(hf_config, [config.architecture])
-    # It would draw its own bar beside ours.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    loaded: Any = model_class.from_pretrained(
-        None,
-        config=hf_config,
-        state_dict={name: _WeightReader(checkpoint, name) for name in checkpoint.names},
-        dtype=config.dtype,
-        attn_implementation=PROBED_ATTENTION,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    model: PreTrainedModel = loaded[0]
-    _refuse_mismatched_weights(loaded[1])
-    return model.requires_grad_(False)
-
-
-def _refuse_mismatched_weights(info: Mapping[str, Any]) -> None:
-    """transformers would go on with random weights."""
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"checkpoint lacks {len(missing)} weights: {name_some(missing)}")
-    if unexpected := sorted(info["unexpected_keys"]):
-        raise ModelError(
-            f"checkpoint has {len(unexpected)} weights the model has no place for:"
-            f" {name_some(unexpected)}"
-        )
-    for name, shape, expected in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{name} has shape {tuple(shape)}, the config asks {tuple(expected)}")
 
 
 def _split(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:

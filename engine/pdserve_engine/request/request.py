@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from pdserve_common.engine_client import NO_TENSORS, Tensors
 from pdserve_common.engine_types import (
     DraftSource,
     DraftStats,
@@ -18,11 +19,15 @@ from pdserve_common.engine_types import (
     FinishReason,
     KVTransferParams,
     KVTransferStats,
+    PrefillStats,
 )
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.sched_output import ModelRunnerOutput
+
+# Of a request that is pooled: its answer is all that it brings.
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class RequestStatus(enum.IntEnum):
@@ -105,6 +110,7 @@ class Request:
         "do_remote_decode",
         "do_remote_prefill",
         "draft_stats",
+        "end_token_ids",
         "error",
         "events",
         "first_scheduled_time",
@@ -119,6 +125,7 @@ class Request:
         "kv_ready_time",
         "kv_transfer_stats",
         "max_tokens",
+        "mm_features",
         "num_cached_tokens",
         "num_cached_when_queued",
         "num_computed_tokens",
@@ -126,10 +133,14 @@ class Request:
         "num_emitted_tokens",
         "num_in_flight_tokens",
         "num_output_placeholders",
+        "num_prefill_chunks",
         "num_prompt_tokens",
+        "num_resumed_tokens",
         "num_slots",
         "output_limit",
         "place",
+        "pooling_params",
+        "prefill_stats",
         "pulled_token_ids",
         "queued_time",
         "request_id",
@@ -138,6 +149,7 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_reason",
+        "tensors",
     )
 
     def __init__(
@@ -146,15 +158,19 @@ class Request:
         *,
         max_model_len: int,
         seed: int,
+        tensors: Tensors = NO_TENSORS,
         queued_time: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`queued_time`: seconds of the clock; None for now."""
-        params = request.sampling_params
-        assert params is not None, "pooling requests are refused at the edge"
+        # To the scheduler the answer to a pooling request is one output token, which never comes.
+        params = _NO_SAMPLING if request.sampling_params is None else request.sampling_params
         self.core_request = request
+        self.mm_features = request.mm_features
+        self.tensors = tensors
         self.request_id = request.request_id
-        self.sampling_params: SamplingParams = params
+        self.sampling_params = params
+        self.pooling_params = request.pooling_params
         # A router's own, tiny: it comes before all others, in a seat of its own.
         self.is_probe = request.priority == PROBE_PRIORITY
         transfer = request.kv_transfer_params
@@ -172,14 +188,17 @@ class Request:
         self.forced_token_ids: tuple[int, ...] = ()
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        # Output tokens that earlier attempts have brought.
+        self.num_resumed_tokens = len(request.resume_output_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)
         self._all_token_ids.extend(request.resume_output_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         # Output tokens after which it ends here: on P that is the first, the rest is D's.
         self.output_limit = self.max_tokens
-        if self.do_remote_decode:
-            self.output_limit = len(request.resume_output_token_ids) + 1
+        if self.do_remote_decode or self.pooling_params is not None:
+            self.output_limit = self.num_resumed_tokens + 1
+        self.end_token_ids = _end_token_ids(params, request.eos_token_id)
         self.status = RequestStatus.WAITING
         self.place: Place | None = None
         self.stop_reason: int | str | None = None
@@ -190,6 +209,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
+        # Steps before its first token here.
+        self.num_prefill_chunks = 0
         # Tokens that the blocks it holds have room for.
         self.num_slots = 0
         # Of the prompt, found in the local prefix cache at the first scheduling.
@@ -202,7 +223,7 @@ class Request:
         self.pulled_token_ids: tuple[int, ...] = ()
         self.held_result: HeldResult | None = None
         # Output tokens already sent to the front end.
-        self.num_emitted_tokens = len(request.resume_output_token_ids)
+        self.num_emitted_tokens = self.num_resumed_tokens
         # D's leg has them from P.
         self.num_emitted_prompt_logprobs = self.num_prompt_tokens if self.do_remote_prefill else 0
         self.block_hashes: list[bytes] = []
@@ -212,6 +233,7 @@ class Request:
         self.clock = clock
         self.queued_time = clock() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
+        self.prefill_stats: PrefillStats | None = None
         # P: how long D, being full, held up its queue until this came, and then this.
         self.held_up_before_s = self.decode_queue_s = 0.0
         self.kv_ready_time: float | None = None
@@ -295,6 +317,20 @@ class Request:
         return self.do_remote_prefill and not self.is_kv_loaded
 
     @property
+    def can_continue(self) -> bool:
+        """May the next step compute more of it? Not if it is not running, its last token is coming,
+        its first step is speculative, or the length of what is in flight is open.
+        """
+        # Asked of all that run in each step: the properties that say the same cost a call each.
+        num_tokens = len(self._all_token_ids) + self.num_output_placeholders
+        return (
+            self.status is RequestStatus.RUNNING
+            and num_tokens - self.num_prompt_tokens < self.output_limit
+            and not (self.do_remote_prefill and not self.is_kv_loaded)
+            and not (self.is_length_open and self.num_in_flight_tokens)
+        )
+
+    @property
     def is_handed_off(self) -> bool:
         """P: the prefill is done and the request goes on at D."""
         return (
@@ -331,8 +367,9 @@ class Request:
     def append_output_token_ids(self, token_ids: Sequence[int]) -> None:
         self._all_token_ids.extend(token_ids)
 
-    def record_event(self, event_type: EngineCoreEventType) -> None:
-        self.events.append(EngineCoreEvent(event_type, self.clock()))
+    def record_event(self, event_type: EngineCoreEventType, time: float | None = None) -> None:
+        """`time`: seconds of the clock; None for now."""
+        self.events.append(EngineCoreEvent(event_type, self.clock() if time is None else time))
 
     def take_events(self) -> tuple[EngineCoreEvent, ...]:
         events = tuple(self.events)
@@ -343,6 +380,29 @@ class Request:
         stats = tuple(self.draft_stats)
         self.draft_stats.clear()
         return stats
+
+    def measure_prefill(self) -> PrefillStats | None:
+        """Return where the time of the first token of this engine went, which has come by the first
+        call. None on D after a pull: they are P's.
+        """
+        if self.prefill_stats is None and not self.is_kv_loaded:
+            self.prefill_stats = self._measure_prefill()
+        return self.prefill_stats
+
+    def _measure_prefill(self) -> PrefillStats | None:
+        if self.first_scheduled_time is None:
+            return None
+        queue_s = self.first_scheduled_time - self.queued_time
+        is_on_p = self.do_remote_decode or self.pooling_params is not None
+        return PrefillStats(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+            queue_s=queue_s,
+            prefill_s=self.clock() - self.first_scheduled_time,
+            # What is not P's is D's: no other worker has it.
+            decode_queue_s=self.decode_queue_s if is_on_p else queue_s,
+            num_chunks=self.num_prefill_chunks,
+        )
 
     def take_kv_transfer_stats(self) -> KVTransferStats | None:
         """Return what the pull cost, once, with the way to D's first own token filled in."""
@@ -368,3 +428,10 @@ class Request:
     @property
     def _rank(self) -> tuple[int, bool, float, str]:
         return self.priority, not self.is_redrive, self.arrival_time, self.request_id
+
+
+def _end_token_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+    """Return the tokens that may end an answer."""
+    if params.ignore_eos or eos_token_id is None:
+        return frozenset(params.stop_token_ids)
+    return frozenset((*params.stop_token_ids, eos_token_id))

@@ -5,7 +5,8 @@ rest.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve_common.engine_types import EngineError, LogprobsLists
+from pdserve_common.engine_types import EngineError, LogprobsLists, MultiModalFeatureSpec
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 
@@ -29,6 +30,10 @@ class NewRequestData:
     grammar: CompiledGrammar | None = None
     # The digest of its LoRA adapter.
     adapter: str | None = None
+    # Of a request that is pooled: nothing is sampled.
+    pooling_params: PoolingParams | None = None
+    # Its pictures, in the order of the prompt.
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +83,10 @@ class SchedulerOutput:
     # and what else it is to compute.
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
     draft_prefills: tuple[DraftPrefill, ...] = ()
+    # Pictures, by their features' identifiers: those whose embeddings the runner forgets, and then
+    # the pixels of those that it embeds and keeps.
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    scheduled_encoder_inputs: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -106,6 +115,8 @@ class ModelRunnerOutput:
     # all tokens banned).
     errors: dict[str, EngineError] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    # The answers to requests that are pooled, of which the step computed the prompt's end.
+    pooler_outputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Of a draft model: guesses of what follows the sampled tokens, in order, of some requests.
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # How much of the step's time the draft model took.
@@ -113,6 +124,18 @@ class ModelRunnerOutput:
     # Of requests whose grammars leave no choice: what has to follow the sampled tokens, as a text
     # is usually cut into tokens.
     forced_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def annotated_ids(self) -> frozenset[str]:
+        """Requests of which it says more than their tokens."""
+        return frozenset().union(
+            self.logprobs,
+            self.prompt_logprobs,
+            self.errors,
+            self.num_nans_in_logits,
+            self.draft_token_ids,
+            self.forced_token_ids,
+        )
 
     def get_output(self) -> "ModelRunnerOutput":
         """Return itself: there is nothing to wait for."""

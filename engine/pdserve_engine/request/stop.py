@@ -13,8 +13,16 @@ _STATUSES = {
 
 def check_stop(request: Request) -> RequestStatus | None:
     """Return the final status if the last token ends the request. The router does stop strings."""
+    params = request.sampling_params
+    may_end = (
+        request.num_output_tokens >= request.output_limit
+        or request.all_token_ids[-1] in request.end_token_ids
+        or params.repetition_detection is not None
+    )
+    if not may_end:  # as almost always
+        return None
     end = token_end(
-        request.sampling_params,
+        params,
         request.all_token_ids,
         num_output_tokens=request.num_output_tokens,
         max_tokens=request.max_tokens,

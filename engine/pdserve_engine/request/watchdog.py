@@ -15,6 +15,8 @@ MIN_CUDA_BOUND_S = 60.0
 MARGIN = 10.0
 # Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
 LINEAR_CONTEXT = 1024
+# Of a vision tower, in tokens; more only loosens the bound as well.
+TOKENS_PER_PICTURE = 1024
 # Of the time between two looks at most so much counts: the process was stopped for the rest.
 MAX_LOOK_S = 2.0
 
@@ -30,11 +32,17 @@ class RunningStep(NamedTuple):
 
 def work_of(scheduled: SchedulerOutput) -> int:
     """Return what a step computes, in tokens that one token is compared with."""
-    cached = scheduled.scheduled_cached_reqs
-    contexts = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-    contexts.update((r.request_id, r.num_computed_tokens) for r in scheduled.scheduled_new_reqs)
-    counts = scheduled.num_scheduled_tokens
-    return sum(count * (contexts[name] + LINEAR_CONTEXT) for name, count in counts.items())
+    cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+    num_tokens = scheduled.total_num_scheduled_tokens
+    num_tokens += TOKENS_PER_PICTURE * len(scheduled.scheduled_encoder_inputs)
+    work = LINEAR_CONTEXT * num_tokens
+    for request in scheduled.scheduled_new_reqs:
+        work += counts[request.request_id] * request.num_computed_tokens
+    for request_id, num_computed_tokens in zip(
+        cached.request_ids, cached.num_computed_tokens, strict=True
+    ):
+        work += counts[request_id] * num_computed_tokens
+    return work
 
 
 class StepWatch:

@@ -155,7 +155,7 @@ class EngineControl:
 
     async def reset_prefix_cache(self, verb: ResetPrefixCache) -> int:
         """Raises FailedPreconditionError while blocks are held."""
-        return self._reset_prefix_cache()
+        return self._reset_prefix_cache(keeps_tiers=verb.keeps_tiers)
 
     async def profile(self, verb: Profile) -> str:
         """Record up to MAX_PROFILE_STEPS steps. Raises FailedPreconditionError if a profile is
@@ -339,22 +339,25 @@ class EngineControl:
     def _give_memory_back(self, level: int) -> int:
         """Fall asleep; the engine is paused. Return the number of bytes."""
         self._core.finish_steps()
+        self._core.scheduler.cancel_stores()
         self._check_empty("sleep")
         # Early announcements of peers end too: their blocks would be others' after a wake-up.
         self.end_sessions()
         self._core.scheduler.kv.block_pool.reset_prefix_cache()
+        self._core.scheduler.encoder_cache.reset()
         self._core.scheduler.pause_state = PauseState.PAUSED_ALL
         self._asleep = set(SLEEP_TAGS)
         self._sleep_level = level
         keeps_pool = self._transfer is not None and not self._transfer.suspend()
         return self._core.executor.sleep(level, keeps_pool=keeps_pool)
 
-    def _reset_prefix_cache(self) -> int:
+    def _reset_prefix_cache(self, *, keeps_tiers: bool = False) -> int:
         self._core.finish_steps()
-        pool = self._core.scheduler.kv.block_pool
-        num_cached = pool.num_cached_blocks
+        scheduler = self._core.scheduler
+        num_cached = scheduler.kv.block_pool.num_cached_blocks
+        scheduler.cancel_stores()
         self._check_empty("reset the prefix cache")
-        pool.reset_prefix_cache()
+        scheduler.reset_prefix_cache(keeps_tiers=keeps_tiers)
         return num_cached
 
     def _wake(self, tag: str) -> None:

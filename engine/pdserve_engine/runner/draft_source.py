@@ -23,7 +23,9 @@ class DraftModelSource:
         """`target` is the model that the drafts are for. Raises ModelError."""
         self._model_dir = model_dir
         self._device = device
-        self.config = read_model_config(model_dir, dtype=config.dtype, model_impl="native")
+        self.config = read_model_config(
+            model_dir, dtype=config.dtype, model_impl="native", runner="generate"
+        )
         _check_windows("model", target)
         _check_windows("draft_model", self.config)
         _check_vocabulary(self.config, target)

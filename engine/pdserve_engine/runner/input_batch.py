@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pdserve_common.engine_types import MultiModalFeatureSpec
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
-from pdserve_engine.sampling.state import SamplingState
+from pdserve_engine.sampling.state import NO_LOGPROBS, SamplingState
 
 
 class InputBatch:
@@ -43,6 +45,10 @@ class InputBatch:
         self._num_blocks = [0] * max_num_seqs
         # The digest of each request's LoRA adapter.
         self.adapters: list[str | None] = [None] * max_num_seqs
+        # The pictures of each request, in the order of its prompt.
+        self.mm_features: list[tuple[MultiModalFeatureSpec, ...]] = [()] * max_num_seqs
+        # Of requests that are pooled.
+        self.pooling_params: list[PoolingParams | None] = [None] * max_num_seqs
         # How many requests have had the row.
         self.generations = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -54,6 +60,10 @@ class InputBatch:
 
     def row_of(self, request_id: str) -> int:
         return self._rows[request_id]
+
+    def rows_of(self, request_ids: Sequence[str]) -> Rows:
+        """Return the rows [n] int64 of n requests."""
+        return np.fromiter(map(self._rows.__getitem__, request_ids), np.int64, len(request_ids))
 
     def add(self, request: NewRequestData) -> None:
         """Take in a request the batch does not know."""
@@ -67,6 +77,8 @@ class InputBatch:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.adapters[row] = request.adapter
+        self.mm_features[row] = request.mm_features
+        self.pooling_params[row] = request.pooling_params
         self.append_blocks(row, request.block_ids)
         self.sampling.add(row, request)
 
@@ -82,13 +94,12 @@ class InputBatch:
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Extend the row's table in every KV group, by equally many blocks."""
-        num_groups = len(self.block_tables)
-        assert len(block_ids) == num_groups, f"{len(block_ids)} KV groups, not {num_groups}"
         start = self._num_blocks[row]
         end = start + len(block_ids[0])
         # Kernels may load through a null block's entry, though not use what they load: any block
         # will do.
-        self.block_tables[:, row, start:end] = np.maximum(block_ids, 0)
+        for table, ids in zip(self.block_tables, block_ids, strict=True):
+            table[row, start:end] = [max(block_id, 0) for block_id in ids]
         self._num_blocks[row] = end
 
     def block_ids(self, row: int) -> npt.NDArray[np.int32]:
@@ -127,6 +138,13 @@ class InputBatch:
         first = counts.cumsum() - counts
         positions = rows.positions + np.arange(len(rows)) - first.repeat(counts)
         return LogitsRows(rows.batch_rows, positions)
+
+    def scores_prompts(self, batch_rows: Rows) -> bool:
+        """Does the next step bring log-probabilities of a prompt that one of the rows asks for?"""
+        is_asked = self.sampling.num_prompt_logprobs[batch_rows] != NO_LOGPROBS
+        # The first token has none.
+        has_some = self.num_computed_tokens[batch_rows] + 1 < self.num_prompt_tokens[batch_rows]
+        return bool((is_asked & has_some).any())
 
     def append_tokens(self, rows: LogitsRows, token_ids: Rows) -> None:
         """Add the tokens that were sampled for `rows`, which count."""

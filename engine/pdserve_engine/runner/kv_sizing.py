@@ -3,11 +3,15 @@
 import bisect
 import dataclasses
 import logging
+import math
 
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_client import NO_TENSORS, Tensors
+from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
+from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.tensors import tensor_ref
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool
@@ -20,6 +24,7 @@ from pdserve_engine.kv.memory import (
     used_bytes,
 )
 from pdserve_engine.models.base import Model
+from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner.drafter import DraftModel
 from pdserve_engine.runner.model_runner import ModelRunner
@@ -61,23 +66,34 @@ def measure_largest_step(
     took at its peak besides weights and pool. What it initialises stays so: it is the warm-up.
     """
     num_outputs = NUM_WARM_UP_TOKENS if draft is None else NUM_DRAFT_WARM_UP_TOKENS
+    if model.config.pooler is not None:
+        num_outputs = 0
     lengths = _prompt_lengths(config, model.config.max_model_len - num_outputs)
+    if model.config.vision is not None:  # in several steps if need be
+        lengths[0] = max(lengths[0], model.config.vision.num_image_tokens)
     arithmetic = make_kv_cache_manager(config, spec, 1, max_concurrent_batches=1)
     # Admission holds blocks back for what runs already: up to two a request and group.
     num_blocks = 2 * arithmetic.num_groups * len(lengths)
     num_blocks += sum(arithmetic.num_blocks_needed(length + num_outputs) for length in lengths)
     pool = KVCache(spec, num_blocks=num_blocks, device=device)
     max_model_len = model.config.max_model_len
-    scheduler = _make_plain_scheduler(config, pool)
+    scheduler = _make_plain_scheduler(config, pool, model.config.vision)
     runner = runner_class(model)(
         model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
     )
     try:
+        if config.has_adapters:
+            runner.reserve_adapters(config.max_loras, config.max_lora_rank)
         if draft is not None:
             runner.use_draft_model(draft, scheduler.config.max_num_batched_tokens)
         for index, length in enumerate(lengths):
-            request = _warm_up_request(f"warm-up-{index}", length, num_outputs)
-            scheduler.add_request(Request(request, max_model_len=max_model_len, seed=0))
+            request = _warm_up_request(f"warm-up-{index}", length, num_outputs, model)
+            vision, tensors = model.config.vision, NO_TENSORS
+            if vision is not None and length >= vision.num_image_tokens:
+                request, tensors = _with_picture(request, vision)
+            scheduler.add_request(
+                Request(request, max_model_len=max_model_len, seed=0, tensors=tensors)
+            )
 
         def run() -> None:
             # Without an EngineCore, which would serve on after a step that fails.
@@ -85,6 +101,7 @@ def measure_largest_step(
                 output = runner.execute_model(scheduler.schedule()).get_output()
                 scheduler.update_from_output(output, 0.0)
 
+        runner.warm_up()
         growth = peak_growth(device, run)
         return growth + _graph_bytes(runner, device)
     finally:
@@ -114,19 +131,20 @@ def num_blocks_that_fit(
     max_concurrent_batches: int,
     step: int,
     adapters: int = 0,
+    pictures: int = 0,
     draft_spec: KVCacheSpec | None = None,
 ) -> int:
     """Return the size of the pool: as configured, or as large as is sensible. The weights are
     loaded; `step` is the number of bytes that steps take at their peak, `adapters` that of as many
-    as there may be. A draft model's blocks, and those that it has for itself, are in the same
-    memory.
+    as there may be, `pictures` that of those that are kept. A draft model's blocks, and those that
+    it has for itself, are in the same memory.
 
     Raises ValueError, with the numbers, if there is no room for it.
     """
     draft_bytes = 0 if draft_spec is None else draft_spec.block_bytes
     block_bytes = spec.block_bytes + draft_bytes
     num_spare_bytes = draft_bytes * config.scheduler.max_batch_size
-    room = max(0, _room(config, device) - step - adapters - num_spare_bytes)
+    room = max(0, _room(config, device) - step - adapters - pictures - num_spare_bytes)
     if config.num_blocks is not None:
         wanted = config.num_blocks * block_bytes
     elif config.kv_cache_memory_mib is not None:
@@ -144,8 +162,9 @@ def num_blocks_that_fit(
         raise ValueError(
             f"the KV pool of {wanted / 2**20:.1f} MiB does not fit: {room / 2**20:.1f} MiB are "
             f"left of the memory after the weights, {step / 2**20:.0f} MiB for a step and "
-            f"{adapters / 2**20:.0f} MiB for adapters: lower --kv-cache-memory-mib, --num-blocks, "
-            "--max-num-batched-tokens, --max-num-seqs or --max-loras"
+            f"{(adapters + pictures) / 2**20:.0f} MiB for adapters and pictures: lower "
+            "--kv-cache-memory-mib, --num-blocks, --max-num-batched-tokens, --max-num-seqs or "
+            "--max-loras"
         )
     return config.num_blocks or spec.num_blocks_for_budget(wanted * spec.block_bytes // block_bytes)
 
@@ -180,17 +199,46 @@ def _prompt_lengths(config: EngineConfig, longest: int) -> list[int]:
     return lengths
 
 
-def _warm_up_request(request_id: str, num_tokens: int, num_outputs: int) -> EngineCoreRequest:
+def _warm_up_request(
+    request_id: str, num_tokens: int, num_outputs: int, model: Model
+) -> EngineCoreRequest:
+    token_ids = (0,) * num_tokens
+    if (pooler := model.config.pooler) is not None:
+        params = PoolingParams(task=pooler.tasks[0])
+        return EngineCoreRequest(
+            request_id=request_id, prompt_token_ids=token_ids, pooling_params=params
+        )
     return EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=(0,) * num_tokens,
+        prompt_token_ids=token_ids,
         sampling_params=SamplingParams(
             temperature=1.0, seed=0, max_tokens=num_outputs, ignore_eos=True
         ),
     )
 
 
-def _make_plain_scheduler(config: EngineConfig, pool: KVCache) -> Scheduler:
+def _with_picture(
+    request: EngineCoreRequest, vision: VisionConfig
+) -> tuple[EngineCoreRequest, Tensors]:
+    """Return a request that begins with a black picture, and its pixels."""
+    shape = (vision.image_size, vision.image_size, 3)
+    pixels, length = bytes(math.prod(shape)), vision.num_image_tokens
+    data = tensor_ref("uint8", shape, pixels)
+    feature = MultiModalFeatureSpec(
+        modality="image",
+        identifier=data.content_hash.hex(),
+        position=0,
+        length=length,
+        data=data,
+    )
+    token_ids = (vision.image_token_id,) * length + request.prompt_token_ids[length:]
+    request = dataclasses.replace(request, prompt_token_ids=token_ids, mm_features=(feature,))
+    return request, {data.content_hash: pixels}
+
+
+def _make_plain_scheduler(
+    config: EngineConfig, pool: KVCache, vision: VisionConfig | None
+) -> Scheduler:
     """One that admits everything at once and shares nothing."""
     settings = dataclasses.replace(
         config.scheduler,
@@ -201,9 +249,15 @@ def _make_plain_scheduler(config: EngineConfig, pool: KVCache) -> Scheduler:
         max_num_partial_prefills=config.scheduler.max_batch_size,
         kv_watermark=0.0,
     )
-    plain = dataclasses.replace(config, enable_prefix_caching=False)
+    plain = dataclasses.replace(
+        config,
+        enable_prefix_caching=False,
+        kv_offload_host_bytes=0,
+        kv_offload_disk_path=None,
+        kv_offload_disk_bytes=0,
+    )
     manager = make_kv_cache_manager(plain, pool.spec, pool.num_blocks, max_concurrent_batches=1)
-    return Scheduler(settings, manager)
+    return Scheduler(settings, manager, vision=vision)
 
 
 def _room(config: EngineConfig, device: torch.device) -> int:

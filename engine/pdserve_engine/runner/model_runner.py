@@ -23,6 +23,7 @@ from pdserve_engine.request.sched_output import (
     SchedulerOutput,
 )
 from pdserve_engine.runner.drafter import Drafter, DraftModel
+from pdserve_engine.runner.encoder_cache import EncoderCache, StepEmbeds
 from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs
@@ -79,8 +80,9 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         # By digest, as the model's `pack_adapter` made them. They outlive the model in a sleep.
-        self.adapters: dict[str, Any] = {}
+        self._adapters: dict[str, Any] = {}
         self.drafter: Drafter | None = None
+        self.encoder_cache = EncoderCache()
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._device = model.device
@@ -151,11 +153,33 @@ class ModelRunner:
         return dataclasses.replace(output, forced_token_ids=by_id)
 
     def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
-        hidden_states = self.model.forward(self._make_inputs(plan))
+        hidden_states = self._forward(plan)
         prompt_logprobs = self._prompt_logprobs(plan, hidden_states)
         if len(plan.logits_rows):
             return self._sample(plan, hidden_states, prompt_logprobs)
         return self._output_without_tokens(plan, prompt_logprobs)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of a step."""
+        return self.model.forward(self._make_inputs(plan))
+
+    def reserve_adapters(self, count: int, max_rank: int) -> None:
+        """Steps may have so many adapters, of ranks up to max_rank. Comes before `capture_graphs`.
+        Nothing to do here.
+        """
+
+    def add_adapter(self, digest: str, adapter: Any) -> None:
+        """Have an adapter, as the model's `pack_adapter` made it, for the steps that follow."""
+        self._adapters[digest] = adapter
+
+    def remove_adapter(self, digest: str) -> None:
+        """Forget an adapter, if it is there; no step that follows has it."""
+        self._adapters.pop(digest, None)
+
+    def warm_up(self) -> None:
+        """Launch each kernel that `capture_graphs` does not, and requests may need: some devices
+        compile it at its first launch. Nothing here.
+        """
 
     def capture_graphs(self) -> None:
         """Record what a device can replay. Nothing here."""
@@ -178,15 +202,13 @@ class ModelRunner:
         for request in scheduler_output.scheduled_new_reqs:
             batch.add(request)
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, block_ids, num_computed_tokens in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = batch.row_of(request_id)
-            batch.num_computed_tokens[row] = num_computed_tokens
+        batch.num_computed_tokens[batch.rows_of(cached.request_ids)] = cached.num_computed_tokens
+        for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
             if block_ids is not None:
-                batch.append_blocks(row, block_ids)
+                batch.append_blocks(batch.row_of(request_id), block_ids)
         for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=False):
             batch.set_uncomputed(batch.row_of(request_id), token_ids)
+        self.encoder_cache.update(scheduler_output, self.model)
 
     def _without_late(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
         """Leave out requests that got no token in the step before, though this one was planned to
@@ -195,7 +217,7 @@ class ModelRunner:
         if not self._may_be_late():
             return num_scheduled_tokens
         batch = self._batch
-        rows = [batch.row_of(request_id) for request_id in num_scheduled_tokens]
+        rows = batch.rows_of(list(num_scheduled_tokens))
         has_token = batch.num_computed_tokens[rows] < batch.num_tokens[rows]
         return dict(itertools.compress(num_scheduled_tokens.items(), has_token.tolist()))
 
@@ -208,11 +230,15 @@ class ModelRunner:
         drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS,
     ) -> StepPlan:
         batch = self._batch
-        # Decodes, which are the requests with one token, go first; the sort is stable.
-        scheduled = sorted(num_scheduled_tokens.items(), key=_is_chunk)
-        request_ids = tuple(request_id for request_id, _ in scheduled)
-        rows = np.array([batch.row_of(request_id) for request_id in request_ids], dtype=np.int64)
-        query_lens = np.array([count for _, count in scheduled], dtype=np.int64)
+        request_ids = tuple(num_scheduled_tokens)
+        query_lens = np.fromiter(num_scheduled_tokens.values(), np.int64, len(request_ids))
+        is_chunk = query_lens > 1
+        if is_chunk.any():
+            # Decodes, which are the requests with one token, go first.
+            order = is_chunk.argsort(kind="stable")
+            query_lens = query_lens[order]
+            request_ids = tuple(map(request_ids.__getitem__, order.tolist()))
+        rows = batch.rows_of(request_ids)
         ends = query_lens.cumsum()
         num_computed = batch.num_computed_tokens[rows]
         seq_lens = num_computed + query_lens
@@ -242,24 +268,34 @@ class ModelRunner:
         )
 
     def _make_inputs(self, plan: StepPlan) -> ForwardInputs:
+        pictures = self._gather_embeds(plan)
         return ForwardInputs(
             token_ids=self._to_device(self._batch.token_ids[plan.token_rows, plan.positions]),
             positions=self._to_device(plan.positions),
             kv_cache=self.kv_cache.tensor,
             metadata=self._build_metadata(plan),
-            lora=self._lora_segments(plan) if self.adapters else (),
+            lora=self._lora_segments(plan),
+            mm_embeds=None if pictures is None else pictures.embeds,
+            mm_rows=None if pictures is None else self._to_device(pictures.rows),
+        )
+
+    def _gather_embeds(self, plan: StepPlan) -> StepEmbeds | None:
+        return self.encoder_cache.gather(
+            self._batch, plan.rows, plan.starts, plan.query_lens, plan.seq_lens
         )
 
     def _lora_segments(self, plan: StepPlan) -> Sequence[LoraSegment]:
         """Return which tokens have which adapter; neighbours with the same one are one segment."""
         found: list[LoraSegment] = []
+        if not self._adapters:
+            return found
         for row, begin, length in zip(
             plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True
         ):
             digest = self._batch.adapters[row]
             if digest is None:
                 continue
-            adapter, end = self.adapters[digest], begin + length
+            adapter, end = self._adapters[digest], begin + length
             if found and found[-1].end == begin and found[-1].adapter is adapter:
                 begin = found.pop().begin
             found.append(LoraSegment(begin, end, adapter))
@@ -373,10 +409,6 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
 
-def _is_chunk(scheduled: tuple[str, int]) -> bool:
-    return scheduled[1] > 1
-
-
 def sampled_of(best: Argmax, rows: LogitsRows, masks: TokenMasks | None) -> SampledTokens:
     """Return the tokens of rows of which nothing else is asked. Waits for the device."""
     token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
@@ -386,22 +418,29 @@ def sampled_of(best: Argmax, rows: LogitsRows, masks: TokenMasks | None) -> Samp
 def by_request(
     plan: StepPlan, sampled: SampledTokens, prompt_logprobs: dict[str, LogprobsLists]
 ) -> ModelRunnerOutput:
-    requests = dict(zip(plan.rows.tolist(), plan.request_ids, strict=True))
-    request_ids = [requests[row] for row in sampled.rows.batch_rows.tolist()]
-    token_ids: dict[str, tuple[int, ...]] = dict.fromkeys(plan.request_ids, ())
-    for request_id, token_id in zip(request_ids, sampled.token_ids.tolist(), strict=True):
-        token_ids[request_id] += (token_id,)
+    """Return what was sampled, for each request of the plan."""
+    if np.array_equal(sampled.rows.batch_rows, plan.rows):  # one token each
+        request_ids: Sequence[str] = plan.request_ids
+        sampled_token_ids: tuple[tuple[int, ...], ...] = tuple(zip(sampled.token_ids.tolist()))
+    else:
+        names = dict(zip(plan.rows.tolist(), plan.request_ids, strict=True))
+        request_ids = [names[row] for row in sampled.rows.batch_rows.tolist()]
+        token_ids: dict[str, tuple[int, ...]] = dict.fromkeys(plan.request_ids, ())
+        for request_id, token_id in zip(request_ids, sampled.token_ids.tolist(), strict=True):
+            token_ids[request_id] += (token_id,)
+        sampled_token_ids = tuple(token_ids.values())
     logprobs: dict[str, LogprobsLists] = {}
     for i, lists in sampled.logprobs.items():
         known = logprobs.get(request_ids[i])
         logprobs[request_ids[i]] = lists if known is None else known + lists
     return ModelRunnerOutput(
         request_ids=plan.request_ids,
-        sampled_token_ids=tuple(token_ids.values()),
+        sampled_token_ids=sampled_token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         errors={request_ids[i]: error for i, error in sampled.errors.items()},
         num_nans_in_logits={
-            request_ids[i]: int(sampled.num_nans[i]) for i in np.flatnonzero(sampled.num_nans)
+            request_ids[i]: int(sampled.num_nans[i])
+            for i in np.flatnonzero(sampled.num_nans).tolist()
         },
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pdserve_common.kv_types import KVShard, new_epoch
-from pdserve_engine.config import EngineConfig
+from pdserve_engine.config import AttentionBackend, EngineConfig
 from pdserve_engine.grammar.native import TokenizerInfo
 from pdserve_engine.grammar.vocabulary import Encode, make_encoder, make_tokenizer_info
 from pdserve_engine.kv.kv_cache import KVCacheSpec
@@ -17,6 +17,7 @@ from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import Model, SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
 from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.models.quantization import Fp8Quantization
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
@@ -40,7 +41,7 @@ class ModelSource:
         stage: Stage = ALL_LAYERS,
     ) -> None:
         """A group or a stage makes it one rank's: `spec` and `load` are of its part. Raises
-        ModelError.
+        ModelError, or ValueError for what this machine cannot run.
         """
         self.rank = rank
         self._group = group
@@ -54,8 +55,17 @@ class ModelSource:
             model_impl=config.model_impl,
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
+            runner=config.runner,
+            convert=config.convert,
+            pooler_config=config.pooler_config,
         )
+        if self.device.type == "cuda":
+            _check_fp8(self.config, torch.cuda.get_device_capability())
         _check_sizes(self.config, config)
+        if self.config.vision is not None:
+            _check_pictures(self.config, config)
+        if config.attention_backend is not None:
+            _check_attention_backend(config.attention_backend, self.config)
         self.num_ranks = config.num_ranks
         self.spec = KVCacheSpec.from_model(
             self.config, block_size=config.block_size, device=self.device
@@ -165,17 +175,42 @@ def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
             )
 
 
+def _check_pictures(model: ModelConfig, config: EngineConfig) -> None:
+    """Refuse what no model has that sees pictures."""
+    for name, value, only in (
+        ("tensor_parallel_size", config.tensor_parallel_size, 1),
+        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
+        ("draft_model", config.draft_model, None),
+        ("lora", config.lora, ()),
+        ("lora_root", config.lora_root, None),
+        ("lora_hub", config.lora_hub, False),
+    ):
+        if value != only:
+            raise ModelError(f"{name} is {value}, must be {only} for {model.architecture}")
+
+
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
-    if config.kv_cache_dtype == "fp8":
-        _check_fp8(torch.cuda.get_device_capability())
     return torch.device(config.device)
 
 
-def _check_fp8(capability: tuple[int, int]) -> None:
-    if capability < FP8_CAPABILITY:
-        raise ValueError(
-            f"kv_cache_dtype is fp8, this GPU has compute capability {capability[0]}."
-            f"{capability[1]}, must have 8.9 (Ada, Hopper) or later"
-        )
+def _check_fp8(model: ModelConfig, capability: tuple[int, int]) -> None:
+    for field, is_fp8 in (
+        ("kv_cache_dtype", model.has_fp8_kv),
+        ("quantization", isinstance(model.quantization, Fp8Quantization)),
+    ):
+        if is_fp8 and capability < FP8_CAPABILITY:
+            raise ValueError(
+                f"{field} is fp8, this GPU has compute capability {capability[0]}."
+                f"{capability[1]}, must have 8.9 (Ada, Hopper) or later"
+            )
+
+
+def _check_attention_backend(name: AttentionBackend, model: ModelConfig) -> None:
+    from pdserve_kernels.triton import flash_attn  # Triton is not everywhere
+
+    try:
+        flash_attn.check_support(torch.cuda.get_device_capability(), model.dtype, model.head_dim)
+    except ValueError as error:
+        raise ValueError(f"attention_backend is {name}: {error}") from error

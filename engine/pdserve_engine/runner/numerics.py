@@ -30,9 +30,10 @@ def numerics_id(
     libraries under it, and on CUDA Triton's, which compiles the kernels; the processor's or GPU's
     model and instruction set, by which those choose their code; our kernel set and the instruction
     set it is compiled for; dtype, quantization at load time, the KV's dtype, block size, whose code
-    the model is (by its config), and compute threads where bits depend on them. The number of ranks
-    is not: where bits depend on it no model is exact. It errs on the safe side: workers whose ids
-    differ may still agree. Weights are left to the compatibility hash.
+    the model is (by its config), compute threads where bits depend on them, and transformers'
+    version if its code sees pictures. The number of ranks is not: where bits depend on it no model
+    is exact. It errs on the safe side: workers whose ids differ may still agree. Weights are left
+    to the compatibility hash.
     """
     kernels = select(device)
     parts = (
@@ -46,6 +47,7 @@ def numerics_id(
         config.kv_cache_dtype,
         config.block_size,
         *_threads(kernels, config, model),
+        *(() if model.config.vision is None else (version("transformers"),)),
     )
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
@@ -53,8 +55,11 @@ def numerics_id(
 def _threads(kernels: KernelSet, config: EngineConfig, model: Model) -> tuple[int, ...]:
     """How many there are, unless the model is all ours and none of its kernels cares."""
     shape = model.config
-    if model.is_row_independent and kernels.is_thread_independent(
-        shape.kv_dtype, config.block_size, shape.head_dim
+    is_ours = model.config.vision is None
+    if (
+        is_ours
+        and model.is_row_independent
+        and kernels.is_thread_independent(shape.kv_dtype, config.block_size, shape.head_dim)
     ):
         return ()
     return (torch.get_num_threads(),)

@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable
 
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.encoder_cache_manager import encoder_cache_size
 from pdserve_engine.core.executor import AdapterStore, LoadedModel
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.models.base import Model
+from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.adapters import RunnerAdapters
 from pdserve_engine.runner.draft_source import DraftModelSource
@@ -21,7 +23,7 @@ from pdserve_engine.runner.profiler import StepProfiler
 from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sleep import SleepingMemory
 from pdserve_engine.runner.threads import use_threads
-from pdserve_kernels import name_of, select, use_deterministic
+from pdserve_kernels import CudaKernels, name_of, select, use_on_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class Rank:
 
     def load(self) -> LoadedModel:
         use_threads(self._config)
-        use_deterministic(self._config.deterministic)
+        use_on_cuda(_cuda_kernels(self._config))
         self._model: Model = self._source.load()
         draft = self._source.draft
         self._draft = None if draft is None else DraftModel(draft.load(), draft.spec)
@@ -63,6 +65,7 @@ class Rank:
             max_concurrent_batches=max_concurrent_batches,
             step=step_bytes,
             adapters=self._source.adapter_bytes(self._model),
+            pictures=_picture_bytes(self._config, self._model.config),
             draft_spec=None if self._draft is None else self._draft.spec,
         )
 
@@ -77,6 +80,8 @@ class Rank:
             logits_processors=source.logits_processors,
         )
         self._use_grammar_drafts()
+        if self._config.has_adapters:
+            self._runner.reserve_adapters(self._config.max_loras, self._config.max_lora_rank)
         del self._model  # the runner's alone: a sleep gives it back
         memory = SleepingMemory(
             self._runner,
@@ -134,6 +139,7 @@ class Rank:
 
     def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
         self._runner.release_graphs()
+        self._runner.encoder_cache.clear()
         if self._runner.drafter is not None:
             self._runner.drafter.forget()
         memory, *others = self._memories
@@ -163,3 +169,15 @@ class Rank:
     def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
         """Begin a step, behind those that were begun before."""
         return self._runner.execute_model(scheduler_output)
+
+
+def _picture_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return what the embeddings of pictures take that are kept."""
+    num_tokens = encoder_cache_size(model.vision, config.scheduler.max_num_batched_tokens)
+    return num_tokens * model.hidden_size * model.dtype.itemsize
+
+
+def _cuda_kernels(config: EngineConfig) -> CudaKernels:
+    if config.deterministic:
+        return "triton.deterministic"
+    return "triton" if config.attention_backend is None else "triton.flash_attn"

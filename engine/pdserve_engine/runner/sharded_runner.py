@@ -59,7 +59,7 @@ class FollowerRunner(ModelRunner):
         return True  # rank 0 knows
 
     def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
-        self.model.forward(self._make_inputs(plan))
+        self._forward(plan)
         assert self.model.group is not None
         counts, token_ids = follow(self.model, self.model.group, len(plan.request_ids))
         self._batch.append_tokens(self._batch.next_rows_behind(plan.rows, counts), token_ids)

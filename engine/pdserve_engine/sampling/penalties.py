@@ -9,6 +9,8 @@ import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
+from pdserve_kernels import KernelSet
+from pdserve_kernels.sampling_batch import PenalizedTokens
 
 
 class _SeenTokens:
@@ -67,8 +69,8 @@ class Penalties:
     tokens, whatever the vocabulary. Tokens are counted when they come, not anew in each step.
     """
 
-    def __init__(self, *, max_num_seqs: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, *, max_num_seqs: int, kernels: KernelSet) -> None:
+        self._kernels = kernels
         self._is_asked = np.zeros(max_num_seqs, dtype=np.bool_)
         self._repetition = np.ones(max_num_seqs, dtype=np.float32)
         self._seen: dict[int, _SeenTokens] = {}
@@ -99,14 +101,13 @@ class Penalties:
             return
         seen = [self._seen_before(rows, index) for index in indexes]
         sizes = [len(tokens) for tokens in seen]
-        token_ids = np.concatenate([tokens.token_ids for tokens in seen])
-        where = self._to_device(np.repeat(indexes, sizes)), self._to_device(token_ids)
-        repetition = self._to_device(self._repetition[rows.batch_rows[indexes]].repeat(sizes))
-        reductions = self._to_device(np.concatenate([tokens.reductions for tokens in seen]))
-        values = logits[where]
-        # Each operation is rounded by itself, so that the bits are the same wherever a row lies.
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[where] = values - reductions
+        tokens = PenalizedTokens(
+            rows=np.repeat(indexes, sizes),
+            token_ids=np.concatenate([tokens.token_ids for tokens in seen]),
+            repetition=self._repetition[rows.batch_rows[indexes]].repeat(sizes),
+            reductions=np.concatenate([tokens.reductions for tokens in seen]),
+        )
+        self._kernels.penalize(logits, tokens)
 
     @staticmethod
     def are_asked_by(params: SamplingParams) -> bool:
@@ -125,6 +126,3 @@ class Penalties:
         """Return the indexes of those rows that have penalties."""
         indexes: list[int] = np.flatnonzero(self._is_asked[rows]).tolist()
         return indexes
-
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)

@@ -1,5 +1,6 @@
 """What each request asks of the sampler, one row per request, and sampling a step's rows."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
-from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
+from pdserve_engine.sampling.logprobs import RowLogprobs, launch_logprobs
 from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import (
     NO_PROCESSORS,
@@ -24,7 +25,12 @@ from pdserve_engine.sampling.processors import (
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_kernels import select
 from pdserve_kernels.reference.masks import mask_logits
-from pdserve_kernels.sampling_batch import MASK_BITS, SamplingBatch
+from pdserve_kernels.sampling_batch import (
+    MASK_BITS,
+    PenalizedTokens,
+    SamplingBatch,
+    num_mask_words,
+)
 
 # In num_logprobs and num_prompt_logprobs; 0 asks for the chosen token's alone.
 NO_LOGPROBS = -1
@@ -93,7 +99,7 @@ class SamplingState:
         self._wants_logits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._looks_back = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, TokenRules] = {}
-        self._penalties = Penalties(max_num_seqs=max_num_seqs, device=device)
+        self._penalties = Penalties(max_num_seqs=max_num_seqs, kernels=self._kernels)
         self.grammars = StructuredOutputManager(vocab_size)
 
     def add(self, row: int, request: NewRequestData) -> None:
@@ -122,12 +128,7 @@ class SamplingState:
         changes_logits = self._has_rules[row] or Penalties.are_asked_by(params)
         has_logprobs = params.logprobs is not None
         self._wants_logits[row] = params.temperature != 0.0 or has_logprobs or changes_logits
-        self._looks_back[row] = (
-            changes_logits
-            or has_logprobs
-            or params.prompt_logprobs is not None
-            or request.grammar is not None
-        )
+        self._looks_back[row] = changes_logits or request.grammar is not None
 
     def remove(self, row: int) -> None:
         self._num_logprobs[row] = self.num_prompt_logprobs[row] = NO_LOGPROBS
@@ -150,8 +151,24 @@ class SamplingState:
         return self.grammars.take(rows.batch_rows.tolist(), rows.assumed)
 
     def looks_back(self, batch_rows: Rows) -> bool:
-        """Must the host see the tokens before these rows, or their logits, to sample them?"""
+        """Must the host see the tokens before these rows to sample them?"""
         return bool(self._looks_back[batch_rows].any())
+
+    def asks_for_logprobs(self, batch_rows: Rows) -> bool:
+        """Does one of the rows want the log-probabilities of its tokens?"""
+        return bool((self._num_logprobs[batch_rows] != NO_LOGPROBS).any())
+
+    def launch_logprobs(
+        self, logits: torch.Tensor, rows: LogitsRows, token_ids: torch.Tensor
+    ) -> RowLogprobs:
+        """Compute the log-probabilities that `rows` ask for, from the model's logits
+        [n, vocab_size] and the tokens int64 [n] that were chosen, of n >= len(rows); enqueues only.
+        """
+        num_logprobs = self._num_logprobs[rows.batch_rows]
+        indexes = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+        num_top, asked = num_logprobs[indexes], self._enqueue(indexes)
+        terms = launch_logprobs(logits[asked], token_ids[asked], int(num_top.max()))
+        return RowLogprobs(indexes, num_top, tuple(terms))
 
     def is_greedy(self, rows: LogitsRows) -> bool:
         """Do all these rows want the best token, and nothing else of their logits?"""
@@ -161,7 +178,7 @@ class SamplingState:
         """Do all these rows want any token that is allowed, and nothing else of their logits?"""
         batch_rows = rows.batch_rows
         return not (
-            (self._num_logprobs[batch_rows] != NO_LOGPROBS).any()
+            self.asks_for_logprobs(batch_rows)
             or self._has_rules[batch_rows].any()
             or self._penalties.are_asked_for(batch_rows)
             or (self._top_k[batch_rows] > 0).any()
@@ -223,6 +240,26 @@ class SamplingState:
         token_ids[list(errors)] = DUMMY_TOKEN_ID
         return token_ids, errors
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Launch all that requests may ask of the kernels, in each variant that a device may have
+        to compile first, given a row of the model's logits [1, vocab_size]. Enqueues only.
+        """
+        zero = np.zeros(1, dtype=np.int64)
+        plain = self.describe(LogitsRows(zero, zero))
+        one = np.ones(1, dtype=np.float32)
+        filtered = dataclasses.replace(plain, temperature=one, top_k=zero + 1)
+        num_words = num_mask_words(self._vocab_size)
+        mask = torch.zeros(1, num_words, dtype=torch.int32, device=logits.device)
+        for each in (None, mask):
+            self._kernels.argmax(logits, mask=each)
+            for batch in (plain, filtered):
+                self._kernels.sample(logits, batch, mask=each)
+                # Penalties and rules change them in fp32.
+                self._kernels.sample(logits.float(), batch, mask=each)
+        tokens = PenalizedTokens(zero, zero, repetition=one, reductions=np.zeros_like(one))
+        self._kernels.penalize(logits.float(), tokens)
+        list(launch_logprobs(logits, self._to_device(zero), 0))
+
     def describe(self, rows: LogitsRows) -> SamplingBatch:
         """Return what the rows ask of the kernels."""
         batch_rows = rows.batch_rows
@@ -267,11 +304,10 @@ class SamplingState:
         self, raw_logits: torch.Tensor, batch_rows: Rows, asked: Rows, token_ids: Rows
     ) -> dict[int, LogprobsLists]:
         """Return the logprobs of the rows with indexes `asked`, of which raw_logits are."""
-        num_top = self._num_logprobs[batch_rows[asked]].tolist()
-        lists = compute_logprobs(raw_logits, self._to_device(token_ids[asked]), max(num_top))
-        return {
-            index: narrow(lists[i : i + 1], num_top[i]) for i, index in enumerate(asked.tolist())
-        }
+        num_top = self._num_logprobs[batch_rows[asked]]
+        chosen = self._to_device(token_ids[asked])
+        terms = launch_logprobs(raw_logits, chosen, int(num_top.max()))
+        return RowLogprobs(asked, num_top, tuple(terms)).by_index()
 
     def _make_rules(self, params: SamplingParams, eos_token_id: int | None) -> TokenRules:
         end_token_ids = params.stop_token_ids
@@ -287,6 +323,13 @@ class SamplingState:
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _enqueue(self, array: Rows) -> torch.Tensor:
+        """As `_to_device`, without waiting for the device."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
 
 class FollowedSampling(SamplingState):

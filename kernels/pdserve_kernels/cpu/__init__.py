@@ -24,6 +24,7 @@ from pdserve_kernels.cpu.linear import (
     pack_linear,
 )
 from pdserve_kernels.cpu.lora import linear_lora, pack_adapter, pack_lora
+from pdserve_kernels.cpu.moe import fused_moe, pack_moe
 from pdserve_kernels.cpu.sampling import (
     argmax,
     count_nans,
@@ -31,12 +32,15 @@ from pdserve_kernels.cpu.sampling import (
     sample,
     sample_part,
 )
+from pdserve_kernels.reference.logprobs import logprob_terms
+from pdserve_kernels.reference.penalties import penalize
 
 __all__ = [
     "LinearWeight",
     "argmax",
     "count_nans",
     "fused_add_rms_norm",
+    "fused_moe",
     "is_row_independent",
     "is_shard_independent",
     "is_thread_independent",
@@ -46,11 +50,14 @@ __all__ = [
     "linear_lora",
     "linear_silu_mul",
     "linear_sums",
+    "logprob_terms",
     "pack_adapter",
     "pack_decoder",
     "pack_linear",
     "pack_lora",
+    "pack_moe",
     "paged_attention",
+    "penalize",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",

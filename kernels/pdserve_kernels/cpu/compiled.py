@@ -30,6 +30,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pds_expand_lora": (POINTER, INT, POINTER, POINTER, INT, POINTER, INT),
     "pds_linear_sums": (POINTER, INT, POINTER, POINTER),
     "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
+    "pds_moe_workspace_size": (POINTER, INT, POINTER),
+    "pds_fused_moe": (POINTER, INT, *(POINTER,) * 3),
     "pds_argmax": (POINTER, *(INT,) * 4, *(POINTER,) * 3),
     "pds_count_nans": (POINTER, *(INT,) * 4, POINTER, POINTER),
     "pds_sample": (POINTER, *(INT,) * 4, *(POINTER,) * 8, INT, POINTER, POINTER),

@@ -32,6 +32,7 @@ from pdserve_kernels.cpu.lora import (
     shrink_lora,
 )
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.cpu.moe import MoeWeight, fused_moe
 from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
 from pdserve_kernels.lora import LoraSegment
@@ -41,6 +42,7 @@ FUNCTIONS = LayerFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
+    fused_moe=fused_moe,
     linear_lora=linear_lora,
     shrink_lora=shrink_lora,
     expand_lora=expand_lora,
@@ -67,6 +69,7 @@ class _Layer(ctypes.Structure):
         ("post_attention_norm", _POINTER),
         ("gate_up", PackedLinear),
         ("down", PackedLinear),
+        ("moe", _POINTER),
         ("group", _INT),
         ("slot", _INT),
         ("window", _INT),
@@ -81,12 +84,18 @@ class _Layer(ctypes.Structure):
             address(layer.k_norm),
             PackedLinear.of(layer.attention_output),
             layer.post_attention_norm.data_ptr(),
-            PackedLinear.of(layer.gate_up),
-            PackedLinear.of(layer.down),
+            *_mlp(layer),
             layer.group,
             layer.slot,
             layer.window or 0,
         )
+
+
+def _mlp(layer: DecoderLayer) -> tuple[PackedLinear, PackedLinear, int | None]:
+    """Return gate_up, down and the experts, of which a layer has either."""
+    if layer.moe is not None:
+        return PackedLinear(), PackedLinear(), layer.moe.address
+    return PackedLinear.of(layer.gate_up), PackedLinear.of(layer.down), None
 
 
 class _Decoder(ctypes.Structure):
@@ -115,7 +124,7 @@ class _Decoder(ctypes.Structure):
             len(layers),
             address(decoder.final_norm),
             len(decoder.layers[0].input_norm),
-            decoder.layers[0].down.in_features,
+            next((layer.down.in_features for layer in decoder.layers if layer.moe is None), 0),
             decoder.num_heads,
             decoder.rms_norm_eps,
             decoder.scale,
@@ -222,10 +231,14 @@ def _is_fusible(decoder: Decoder) -> bool:
         weight
         for layer in decoder.layers
         for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+        if weight is not None
     )
+    experts = [layer.moe for layer in decoder.layers if layer.moe is not None]
     angles = decoder.cos_sin_cache
     return (
         all(isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears)
+        and all(isinstance(weight, MoeWeight) for weight in experts)
+        and len({weight.shape for weight in experts if isinstance(weight, MoeWeight)}) <= 1
         and all(norm.dtype == torch.bfloat16 and norm.is_contiguous() for norm in _norms(decoder))
         and angles.dtype == torch.float32
         and angles.is_contiguous()

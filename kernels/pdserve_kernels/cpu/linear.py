@@ -81,9 +81,11 @@ def pack_linear(
 
     A weight is copied and not kept; drop yours to free its memory. A gate and an up projection
     in one weight are two parts: `linear_silu_mul` wants that. The inputs are added up in num_sums
-    equal parts, 1, 2, 4 or 8, and these as `groups.tree_sum` adds them. Other dtypes go to the
-    reference. Raises ValueError for numbers that do not fit together.
+    equal parts, 1, 2, 4 or 8, and these as `groups.tree_sum` adds them. FP8 becomes dense here.
+    Other dtypes go to the reference. Raises ValueError for numbers that do not fit together.
     """
+    if isinstance(weight, QuantizedWeight) and weight.is_fp8:
+        weight = weight.dequantize()
     if weight.dtype != torch.bfloat16:
         return reference.pack_linear(weight, bias, num_parts=num_parts, num_sums=num_sums)
     _check_weight(weight, bias, num_parts)
@@ -155,15 +157,24 @@ def is_shard_independent(dtype: torch.dtype) -> bool:
 
 
 def _pack_bf16(weight: torch.Tensor, num_parts: int) -> torch.Tensor:
-    out_features, in_features = weight.shape
+    shape = panels_shape(weight.shape[0], weight.shape[1], num_parts)
+    panels = empty_on_huge_pages(shape.numel(), weight.dtype).view(shape)
+    pack_into(panels, weight, num_parts)
+    return panels
+
+
+def panels_shape(out_features: int, in_features: int, num_parts: int) -> torch.Size:
+    panels_of_part = -(-out_features // num_parts // PANEL)
+    return torch.Size((num_parts * panels_of_part, -(-in_features // 2), PANEL, 2))
+
+
+def pack_into(panels: torch.Tensor, weight: torch.Tensor, num_parts: int) -> None:
+    """Write a bf16 weight [out_features, in_features] to panels of its `panels_shape`."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    shape = (num_parts * -(-out_features // num_parts // PANEL), -(-in_features // 2), PANEL, 2)
-    panels = empty_on_huge_pages(torch.Size(shape).numel(), weight.dtype).view(shape)
     library().pds_pack_linear(
-        weight.data_ptr(), weight.stride(0), out_features, in_features, num_parts, panels.data_ptr()
+        weight.data_ptr(), weight.stride(0), *weight.shape, num_parts, panels.data_ptr()
     )
-    return panels
 
 
 def kernel_arguments(x: torch.Tensor, packed: LinearWeight) -> tuple[Any, ...]:

@@ -21,7 +21,10 @@ from pdserve_kernels.reference.linear import (
     linear_sums,
     pack_linear,
 )
+from pdserve_kernels.reference.logprobs import logprob_terms
 from pdserve_kernels.reference.lora import linear_lora, pack_adapter, pack_lora
+from pdserve_kernels.reference.moe import fused_moe, pack_moe
+from pdserve_kernels.reference.penalties import penalize
 from pdserve_kernels.reference.sampling import (
     argmax,
     count_nans,
@@ -35,6 +38,7 @@ __all__ = [
     "argmax",
     "count_nans",
     "fused_add_rms_norm",
+    "fused_moe",
     "is_row_independent",
     "is_shard_independent",
     "is_thread_independent",
@@ -44,11 +48,14 @@ __all__ = [
     "linear_lora",
     "linear_silu_mul",
     "linear_sums",
+    "logprob_terms",
     "pack_adapter",
     "pack_decoder",
     "pack_linear",
     "pack_lora",
+    "pack_moe",
     "paged_attention",
+    "penalize",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_kernels.kv_scales import FP8, NO_SCALES, KVScales, check_kv_dtype
+from pdserve_kernels.fp8 import FP8
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.attention_plan import (
     KV_TILE,

@@ -2,7 +2,8 @@
 
 import torch
 
-from pdserve_kernels.kv_scales import FP8, FP8_MAX, NO_SCALES, KVScales, check_kv_dtype
+from pdserve_kernels.fp8 import FP8, FP8_MAX
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 
 
 def kv_tile_format(dtype: torch.dtype, block_size: int, head_dim: int) -> str:

@@ -42,8 +42,8 @@ def pack_linear(
     keep apart: `linear_silu_mul` wants that. num_sums says in how many parts the inputs are added
     up, where a set can tell (`is_shard_independent`): see `groups.NUM_SUMS`. Here it is one whole
     product. A bf16 or fp32 weight on CPU is copied into oneDNN's layout and not kept; drop yours to
-    free its memory. Integers are dequantized here: they save nothing in this set, and their product
-    is that of the weight rounded to its dtype.
+    free its memory. A quantized weight is dequantized here: it saves nothing in this set, and its
+    product is that of the weight rounded to its dtype.
     """
     del num_parts
     check_num_sums(num_sums, weight.shape[1])

@@ -1,9 +1,11 @@
-"""Weights as small integers: what they mean, and how they are made from a dense weight."""
+"""Weights in 4 or 8 bits: what they mean, and how they are made from a dense weight."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from pdserve_kernels.fp8 import FP8, FP8_MAX
 
 BITS = (4, 8)
 # Weights that are dequantized or rounded at a time: their fp32 copies stay in the cache.
@@ -14,9 +16,10 @@ WEIGHTS_AT_A_TIME = 2**20
 class QuantizedWeight:
     """A weight [n, k] whose entry is (value - zero) * scale, by groups of `group_size` inputs.
 
-    values: int8 [n, k], in the range of `bits` (4: -8 to 7). scales: fp32 or bf16 [n, groups], the
-    last group may be shorter. zeros: int8 [n, groups] in the same range, or None if all are 0.
-    dtype: of the activations it is for. Raises ValueError for shapes and dtypes that do not fit.
+    values: int8 [n, k], in the range of `bits` (4: -8 to 7), or FP8, which has 8. scales: fp32 or
+    bf16 [n, groups], the last group may be shorter. zeros: int8 [n, groups] in the same range, or
+    None if all are 0, as those of FP8 are. dtype: of the activations it is for. Raises ValueError
+    for shapes and dtypes that do not fit.
     """
 
     values: torch.Tensor
@@ -31,8 +34,10 @@ class QuantizedWeight:
             raise ValueError(f"bits is {self.bits}, must be one of {', '.join(map(str, BITS))}")
         if self.group_size < 2 or self.group_size % 2:
             raise ValueError(f"group_size is {self.group_size}, must be even and at least 2")
-        if self.values.dtype != torch.int8 or self.values.dim() != 2:
-            raise ValueError(f"values is {_describe(self.values)}, must be int8 [n, k]")
+        if self.values.dtype not in (torch.int8, FP8) or self.values.dim() != 2:
+            raise ValueError(f"values is {_describe(self.values)}, must be int8 or {FP8} [n, k]")
+        if self.is_fp8 and (self.bits != 8 or self.zeros is not None):
+            raise ValueError(f"values is {FP8}, which has 8 bits and no zeros")
         rows, columns = self.values.shape
         grid = (rows, -(-columns // self.group_size))
         if self.scales.dtype not in (torch.float32, torch.bfloat16) or self.scales.shape != grid:
@@ -41,6 +46,10 @@ class QuantizedWeight:
             )
         if self.zeros is not None and (self.zeros.dtype != torch.int8 or self.zeros.shape != grid):
             raise ValueError(f"zeros is {_describe(self.zeros)}, must be int8 {list(grid)}")
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.values.dtype == FP8
 
     @property
     def shape(self) -> torch.Size:
@@ -121,13 +130,38 @@ def quantize(weight: torch.Tensor, *, bits: int, group_size: int | None) -> Quan
     )
 
 
+def quantize_fp8(weight: torch.Tensor) -> QuantizedWeight:
+    """Round a weight [n, k] to the nearest numbers in FP8, halves to even, with a scale in fp32 for
+    each row: its largest magnitude becomes FP8_MAX.
+    """
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=FP8, device=weight.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=weight.device)
+    for part in _row_slices(rows, columns):
+        dense = weight[part].float()
+        scales[part] = dense.abs().amax(-1, keepdim=True) / FP8_MAX
+        divisor = torch.where(scales[part] == 0, 1.0, scales[part])
+        values[part] = (dense / divisor).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return QuantizedWeight(
+        values=values,
+        scales=scales,
+        zeros=None,
+        bits=8,
+        group_size=columns + columns % 2,
+        dtype=weight.dtype,
+    )
+
+
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return weights of the same inputs as one, by rows. Raises ValueError if they do not match."""
     first = weights[0]
-    kinds = {(w.bits, w.group_size, w.dtype, w.scales.dtype, w.zeros is None) for w in weights}
+    kinds = {
+        (w.bits, w.group_size, w.dtype, w.values.dtype, w.scales.dtype, w.zeros is None)
+        for w in weights
+    }
     if len(kinds) > 1:
         raise ValueError(
-            "weights differ in bits, group_size, dtype, dtype of scales or in having zeros: "
+            "weights differ in bits, group_size, dtypes or in having zeros: "
             + ", ".join(sorted(map(str, kinds)))
         )
     if len(weights) == 1:

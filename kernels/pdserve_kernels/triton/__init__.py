@@ -20,11 +20,15 @@ from pdserve_kernels.triton.linear import (
     is_shard_independent,
     is_thread_independent,
     linear,
+    linear_lora,
     linear_silu_mul,
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.triton.lora import linear_lora, pack_adapter, pack_lora
+from pdserve_kernels.triton.logprobs import logprob_terms
+from pdserve_kernels.triton.lora import pack_adapter, pack_lora
+from pdserve_kernels.triton.moe import fused_moe, pack_moe
+from pdserve_kernels.triton.penalties import penalize
 from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample, sample_part
 
 __all__ = [
@@ -32,6 +36,7 @@ __all__ = [
     "argmax",
     "count_nans",
     "fused_add_rms_norm",
+    "fused_moe",
     "is_row_independent",
     "is_shard_independent",
     "is_thread_independent",
@@ -41,11 +46,14 @@ __all__ = [
     "linear_lora",
     "linear_silu_mul",
     "linear_sums",
+    "logprob_terms",
     "pack_adapter",
     "pack_decoder",
     "pack_linear",
     "pack_lora",
+    "pack_moe",
     "paged_attention",
+    "penalize",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",

@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention_tiles import (
-    DECODE_TILE,
     Tile,
     attend,
     chunk_tile,
+    decode_tile,
     first_seen,
     load_query,
     request_of,
@@ -50,23 +50,19 @@ def paged_attention(
     The split of a decode's context over programs is Flash-Decoding (Dao et al. 2023), the loop over
     keys FlashAttention-2 (Dao 2023, arXiv:2307.08691), both over a block table.
     """
-    return launch_attention(
-        Launch, query, kv_cache, layer, metadata, scale, window, softcap, scales
-    )
+    return Launch(
+        query, kv_cache, layer, metadata, scale, window=window, softcap=softcap, scales=scales
+    ).run()
 
 
-def launch_attention(
-    launch_class: "type[Launch]",
+def check_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    layer: int,
-    metadata: AttentionMetadata,
-    scale: float,
     window: int | None,
     softcap: float,
     scales: KVScales,
-) -> torch.Tensor:
-    """Check the inputs and launch what there is to launch. Raises ValueError."""
+) -> None:
+    """Raise ValueError unless `paged_attention` takes these."""
     if query.shape[1] % kv_cache.shape[1] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(
             f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
@@ -76,19 +72,12 @@ def launch_attention(
     check_kv_dtype(kv_cache, query.dtype, scales)
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
-    launch = launch_class(query, kv_cache, layer, metadata, scale, window or 0, softcap, scales)
-    num_tokens = sum(metadata.query_lens_host)
-    if num_tokens < len(query):
-        launch.output[num_tokens:].zero_()
-    if 1 in metadata.query_lens_host:
-        launch.decodes()
-    if max(metadata.query_lens_host) > 1:
-        launch.chunks()
-    return launch.output
 
 
 class Launch:
-    """One layer's attention: what all its launches have in common."""
+    """One layer's attention: what all its launches have in common. Takes what `paged_attention`
+    does.
+    """
 
     def __init__(
         self,
@@ -97,10 +86,13 @@ class Launch:
         layer: int,
         metadata: AttentionMetadata,
         scale: float,
-        window: int,
+        *,
+        window: int | None,
         softcap: float,
         scales: KVScales,
     ) -> None:
+        """Raises ValueError."""
+        check_attention(query, kv_cache, window, softcap, scales)
         self.query, self.kv_cache, self.layer, self.metadata = query, kv_cache, layer, metadata
         self.scale_log2 = scale * scales.key * math.log2(math.e)
         self.value_scale = scales.value
@@ -109,13 +101,25 @@ class Launch:
         self.group_size = query.shape[1] // self.num_kv_heads
         head_dim = query.shape[2]
         self.constants: dict[str, Any] = {
-            "WINDOW": window,
+            "WINDOW": window or 0,
             "SOFTCAP": softcap,
             "GROUP_SIZE": self.group_size,
             "BLOCK_SIZE": kv_cache.shape[4],
             "HEAD_DIM": head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         }
+
+    def run(self) -> torch.Tensor:
+        """Launch what there is to launch; return the output, which that will write."""
+        query_lens = self.metadata.query_lens_host
+        num_tokens = sum(query_lens)
+        if num_tokens < len(self.query):
+            self.output[num_tokens:].zero_()
+        if 1 in query_lens:
+            self.decodes()
+        if max(query_lens) > 1:
+            self.chunks()
+        return self.output
 
     def decodes(self) -> None:
         """Attend for the requests with one query token."""
@@ -128,7 +132,7 @@ class Launch:
             shape = (num_reqs, num_heads, num_splits)
             parts = query.new_empty(*shape, head_dim, dtype=torch.float32)
             part_sums = query.new_empty(2, *shape, dtype=torch.float32)
-        tile = decode_tile(self.group_size, head_dim)
+        tile = decode_tile(query.dtype, head_dim, self.group_size)
         self._run((num_reqs, self.num_kv_heads, num_splits), tile, parts, part_sums, num_splits)
         if num_splits > 1:
             _merge_kernel[(num_reqs, num_heads)](
@@ -198,12 +202,6 @@ class Launch:
         )
 
 
-def decode_tile(group_size: int, head_dim: int) -> Tile:
-    """Return how decodes are cut."""
-    tile = DECODE_TILE if head_dim <= 128 else DECODE_TILE._replace(block_n=32)
-    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
-
-
 def _num_splits(num_programs: int, num_sms: int) -> int:
     """Return into how many parts each context is cut, a power of two."""
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, max(1, num_programs))
@@ -235,7 +233,10 @@ def _split_of(seq_len, first_tile, num_splits, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.cdiv(seq_len, BLOCK_N) - first_tile, num_splits)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "layer", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "layer", "stride_table"],
+    do_not_specialize_on_alignment=["block_table_ptr"],
+)
 def _attention_kernel(
     query_ptr,
     kv_cache_ptr,

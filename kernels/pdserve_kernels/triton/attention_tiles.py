@@ -19,17 +19,25 @@ class Tile(NamedTuple):
     use_tma: bool = False
 
 
-# tl.dot needs 16 rows.
-DECODE_TILE = Tile(block_m=16, block_n=64, num_warps=2, num_stages=5)
+def decode_tile(dtype: torch.dtype, head_dim: int, group_size: int) -> Tile:
+    """Return how decodes are cut. As with chunks, all tiles fit into 99 KiB of shared memory, which
+    is what the smaller GPUs of a generation have (compute capability 8.6, 8.9 and 12.0).
+    """
+    tile = Tile(block_m=16, block_n=64, num_warps=2, num_stages=5)  # tl.dot needs 16 rows
+    if dtype == torch.float32:
+        tile = tile._replace(num_stages=2)
+    if head_dim > 128:
+        tile = tile._replace(block_n=32)
+    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
 
 
 def chunk_tile(
     dtype: torch.dtype, block_size: int, head_dim: int, group_size: int, *, has_tma: bool
 ) -> Tile:
     """Return how chunks of prompts are cut, as measured on an H100 for heads of 128 in bf16."""
-    if dtype == torch.float32:
-        tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=1 if head_dim > 128 else 2)
-    elif head_dim > 128:
+    if dtype == torch.float32 and head_dim > 128:
+        tile = Tile(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    elif dtype == torch.float32 or head_dim > 128:
         tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
     elif block_size % 64 == 0 and head_dim in (64, 128) and has_tma:
         tile = Tile(block_m=128, block_n=64, num_warps=4, num_stages=2, use_tma=True)

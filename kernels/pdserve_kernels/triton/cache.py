@@ -5,7 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.kv_scales import FP8, FP8_MAX, NO_SCALES, KVScales, check_kv_dtype
+from pdserve_kernels.fp8 import FP8, FP8_MAX
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 
 # Of `to_fp8`.
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -60,7 +61,7 @@ def to_fp8(x, inverse_scale):
     )
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _reshape_and_cache_kernel(
     key_ptr,
     value_ptr,

@@ -14,15 +14,17 @@ from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
 from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm, silu_and_mul
 from pdserve_kernels.triton.linear import linear, linear_of_ranks
-from pdserve_kernels.triton.lora import StepLora
+from pdserve_kernels.triton.lora import LinearLora
+from pdserve_kernels.triton.moe import fused_moe
+from pdserve_kernels.triton.step_lora import StepLora
 
 
 class DecoderFunctions(NamedTuple):
     """What is not the same in all sets of Triton's."""
 
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
-    # Of what each rank has a part of the inputs.
-    linear_of_ranks: Callable[[torch.Tensor, Any, Group], torch.Tensor]
+    # Of what each rank has a part of the inputs, with what adapters add to it.
+    linear_of_ranks: Callable[[torch.Tensor, Any, Group, LinearLora | None], torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
 
 
@@ -39,13 +41,19 @@ class _Products:
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         out = self.functions.linear(x, getattr(self.layer, name))
         if self.lora is not None:
-            self.lora.add(out, x, self.index, name)
+            self.lora.of_linear(self.index, name).add(out, x)
         return out
 
     def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return self.linear(name, x)
-        return self.functions.linear_of_ranks(x, getattr(self.layer, name), self.group)
+        lora = None if self.lora is None else self.lora.of_linear(self.index, name)
+        return self.functions.linear_of_ranks(x, getattr(self.layer, name), self.group, lora)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.moe is not None:
+            return fused_moe(x, self.layer.moe)
+        return self.linear_of_ranks("down", silu_and_mul(self.linear("gate_up", x)))
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -65,9 +73,11 @@ def make_run_decoder(functions: DecoderFunctions) -> RunDecoder:
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
-        lora: Sequence[LoraSegment] = (),
+        lora: Sequence[LoraSegment] | StepLora = (),
     ) -> torch.Tensor:
-        """See the reference's contract."""
+        """See the reference's contract. Who has which adapter by a StepLora a CUDA graph does not
+        record.
+        """
         return _run(functions, hidden_states, packed, positions, kv_cache, metadata, lora)
 
     return run_decoder
@@ -83,9 +93,12 @@ def _run(
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
-    lora: Sequence[LoraSegment],
+    lora: Sequence[LoraSegment] | StepLora,
 ) -> torch.Tensor:
-    step_lora = StepLora.of(lora, hidden_states.device)
+    if isinstance(lora, StepLora):
+        step_lora: StepLora | None = lora
+    else:
+        step_lora = StepLora.of_segments(lora, hidden_states.device)
     eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
     residual = hidden_states.clone()  # changed by every layer
     x = rms_norm(residual, packed.layers[0].input_norm, eps)
@@ -107,8 +120,7 @@ def _run(
         )
         x = products.linear_of_ranks("attention_output", attended.view(num_tokens, -1))
         x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
-        x = silu_and_mul(products.linear("gate_up", x))
-        x = products.linear_of_ranks("down", x)
+        x = products.mlp(x)
         if next_norm is None:
             return residual + x
         x = add_rms_norm_(x, residual, next_norm, eps)

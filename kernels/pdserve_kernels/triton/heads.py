@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.decoder import Decoder, DecoderLayer
-from pdserve_kernels.kv_scales import FP8, check_kv_dtype
+from pdserve_kernels.fp8 import FP8
+from pdserve_kernels.kv_scales import check_kv_dtype
 from pdserve_kernels.triton.cache import to_fp8
 
 # Heads per program.
@@ -73,7 +74,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, column, inside):
     return tl.where(is_q[:, None], of_query[None, :], of_key[None, :])
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _heads_kernel(
     qkv_ptr,
     q_norm_ptr,

@@ -1,14 +1,22 @@
-"""Linears on CUDA: dense ones by cuBLAS through torch, of integers by `linear_int.py`."""
+"""Linears on CUDA: dense ones by cuBLAS through torch, others by `quantized.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from pdserve_kernels.groups import Group, check_num_sums
+from pdserve_kernels.lora import LoraRows
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.triton.layers import silu_and_mul
-from pdserve_kernels.triton.linear_int import IntLinearWeight, linear_int, pack_integers
+from pdserve_kernels.triton.lora import LinearLora
+from pdserve_kernels.triton.quantized import (
+    QuantizedLinearWeight,
+    linear_quantized,
+    pack_quantized,
+)
+from pdserve_kernels.triton.step_lora import add_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +37,7 @@ class LinearWeight:
         return self.weight.device
 
 
-AnyLinearWeight = LinearWeight | IntLinearWeight
+AnyLinearWeight = LinearWeight | QuantizedLinearWeight
 
 
 def pack_linear(
@@ -45,7 +53,7 @@ def pack_linear(
     del num_parts
     check_num_sums(num_sums, weight.shape[1])
     if isinstance(weight, QuantizedWeight):
-        return pack_integers(weight, bias)
+        return pack_quantized(weight, bias)
     return LinearWeight(
         weight=weight.detach(),
         bias=None if bias is None else bias.detach(),
@@ -56,9 +64,9 @@ def pack_linear(
 
 def linear(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
     """x [..., in_features] @ weight^T + bias -> [..., out_features]; see the reference."""
-    if isinstance(packed, IntLinearWeight):
-        return linear_int(x, packed)
-    return F.linear(x, packed.weight, packed.bias)
+    if isinstance(packed, LinearWeight):
+        return F.linear(x, packed.weight, packed.bias)
+    return linear_quantized(x, packed)
 
 
 def linear_sums(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
@@ -70,11 +78,23 @@ def linear_sums(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
     return linear(x, replace(packed, bias=None)).float()
 
 
-def linear_of_ranks(x: torch.Tensor, packed: AnyLinearWeight, group: Group) -> torch.Tensor:
-    """Return linear(x, packed), of which each rank has a part of the inputs."""
+def linear_of_ranks(
+    x: torch.Tensor, packed: AnyLinearWeight, group: Group, lora: LinearLora | None = None
+) -> torch.Tensor:
+    """Return linear(x, packed) and what adapters add to it; each rank has a part of the inputs."""
     # In x's dtype: in fp32 there would be twice the bytes, of products that are rounded anyway.
-    sums = group.sum_rows(linear(x, replace(packed, bias=None)))
+    sums = linear(x, replace(packed, bias=None))
+    if lora is not None:
+        lora.add(sums, x)  # the rank's part of it, so that there is no exchange more
+    sums = group.sum_rows(sums)
     return sums if packed.bias is None else sums.add_(packed.bias)
+
+
+def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
+    """See the reference's contract. The linear's sums are rounded to x's dtype before an adapter's
+    are added, as cuBLAS writes no others.
+    """
+    return add_rows(linear(x, packed), x, rows)
 
 
 def linear_silu_mul(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:

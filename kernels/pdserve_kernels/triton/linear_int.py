@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.reference.quantization import QuantizedWeight
+from pdserve_kernels.triton.split_sums import add_splits
 
 # More are multiplied by cuBLAS: then reading the weight thrice, in all, is the smaller part.
 MAX_ROWS = 64
@@ -77,13 +78,13 @@ def linear_int(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
     """x [..., in_features] @ weight^T + bias -> [..., out_features], in x's dtype; fp32 sums."""
     rows = x.reshape(-1, packed.in_features)
     if len(rows) > MAX_ROWS:
-        out = F.linear(rows, dequantize(packed), packed.bias)
+        out = F.linear(rows, dequantize_integers(packed), packed.bias)
     else:
         out = _multiply(rows.contiguous(), packed)
     return out.view(*x.shape[:-1], packed.out_features)
 
 
-def dequantize(packed: IntLinearWeight) -> torch.Tensor:
+def dequantize_integers(packed: IntLinearWeight) -> torch.Tensor:
     """Return the dense weight [out_features, in_features] in its dtype."""
     shape = (packed.out_features, packed.in_features)
     dense = torch.empty(shape, dtype=packed.dtype, device=packed.device)
@@ -101,9 +102,8 @@ def dequantize(packed: IntLinearWeight) -> torch.Tensor:
 
 def _multiply(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
     num_rows, num_outputs = len(x), packed.out_features
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if not num_rows:
-        return out
+        return x.new_empty(0, num_outputs)
     programs = triton.cdiv(num_outputs, BLOCK_OUT)
     # By shapes alone: two replicas compute the same.
     split = SPLIT_K if programs < MIN_PROGRAMS else packed.values.shape[1] * (8 // packed.bits)
@@ -121,22 +121,17 @@ def _multiply(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
         SPLIT_K=split,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
+        num_stages=num_stages(x.dtype),
         enable_fp_fusion=True,
     )
-    grid = (num_rows, triton.cdiv(num_outputs, 1024))
-    has_bias = packed.bias is not None
-    _sum_kernel[grid](
-        sums,
-        packed.bias if has_bias else out,
-        out,
-        num_rows,
-        num_outputs,
-        NUM_SPLITS=num_splits,
-        HAS_BIAS=has_bias,
-        BLOCK=1024,
-        enable_fp_fusion=True,
-    )
-    return out
+    return add_splits(sums, packed.bias, x.dtype)
+
+
+def num_stages(dtype: torch.dtype) -> int:
+    """Return how many tiles of activations are loaded ahead: those of fp32 take twice the bytes,
+    which have to fit into the 99 KiB of smaller GPUs.
+    """
+    return 2 if dtype == torch.float32 else 3
 
 
 def _tensors(packed: IntLinearWeight) -> tuple[torch.Tensor, ...]:
@@ -255,33 +250,6 @@ def _linear_int_kernel(
             sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
     place = (split * num_rows + rows)[:, None].to(tl.int64) * num_outputs + outputs[None, :]
     tl.store(sums_ptr + place, sums, mask=(rows < num_rows)[:, None] & is_output[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(
-    sums_ptr,
-    bias_ptr,
-    output_ptr,
-    num_rows,
-    num_outputs,
-    NUM_SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """output[row] = the sums of all splits, in order, and the bias."""
-    row = tl.program_id(0).to(tl.int64)
-    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = outputs < num_outputs
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        total += tl.load(
-            sums_ptr + (split * num_rows + row) * num_outputs + outputs, mask=mask, other=0.0
-        )
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + outputs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(
-        output_ptr + row * num_outputs + outputs, total.to(output_ptr.dtype.element_ty), mask=mask
-    )
 
 
 @triton.jit

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import engine_core_pb2 as pdserve_dot_v1_dot_engine__core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/v1/control_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"H\n\x0cPauseRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"B\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.PauseMode\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"m\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_open_kv_sessions\x18\x02 \x01(\r\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x12\x17\n\x0fnum_handed_back\x18\x04 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x1f\n\x0eProfileRequest\x12\r\n\x05start\x18\x01 \x01(\x08\"\x1f\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"T\n\x0e\x41\x64\x64LoraRequest\x12-\n\x0clora_request\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LoraRequest\x12\x13\n\x0bkeep_others\x18\x02 \x01(\x08\";\n\x0f\x41\x64\x64LoraResponse\x12(\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LoraAdapter\"<\n\x11RemoveLoraRequest\x12\x11\n\tlora_name\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02\"\x14\n\x12RemoveLoraResponse\"\x12\n\x10ListLorasRequest\"@\n\x11ListLorasResponse\x12%\n\x05loras\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.LoadedLoraJ\x04\x08\x01\x10\x02\")\n\x0ePinLoraRequest\x12\x11\n\tlora_name\x18\x02 \x01(\tJ\x04\x08\x01\x10\x02\"\x11\n\x0fPinLoraResponse\"%\n\x10UnpinLoraRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x13\n\x11UnpinLoraResponse\"\x10\n\x0eGetLoadRequest\"\x92\x01\n\x0fGetLoadResponse\x12\x33\n\x0fscheduler_stats\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.SchedulerStats\x12\x0e\n\x06paused\x18\x02 \x01(\x08\x12\x18\n\x0bsleep_level\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x42\x0e\n\x0c_sleep_level*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\x9e\x07\n\x0e\x43ontrolService\x12<\n\x05Pause\x12\x18.pdserve.v1.PauseRequest\x1a\x19.pdserve.v1.PauseResponse\x12?\n\x06Resume\x12\x19.pdserve.v1.ResumeRequest\x1a\x1a.pdserve.v1.ResumeResponse\x12<\n\x05Sleep\x12\x18.pdserve.v1.SleepRequest\x1a\x19.pdserve.v1.SleepResponse\x12?\n\x06WakeUp\x12\x19.pdserve.v1.WakeUpRequest\x1a\x1a.pdserve.v1.WakeUpResponse\x12>\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse0\x01\x12]\n\x10ResetPrefixCache\x12#.pdserve.v1.ResetPrefixCacheRequest\x1a$.pdserve.v1.ResetPrefixCacheResponse\x12\x42\n\x07Profile\x12\x1a.pdserve.v1.ProfileRequest\x1a\x1b.pdserve.v1.ProfileResponse\x12\x42\n\x07\x41\x64\x64Lora\x12\x1a.pdserve.v1.AddLoraRequest\x1a\x1b.pdserve.v1.AddLoraResponse\x12K\n\nRemoveLora\x12\x1d.pdserve.v1.RemoveLoraRequest\x1a\x1e.pdserve.v1.RemoveLoraResponse\x12H\n\tListLoras\x12\x1c.pdserve.v1.ListLorasRequest\x1a\x1d.pdserve.v1.ListLorasResponse\x12\x42\n\x07PinLora\x12\x1a.pdserve.v1.PinLoraRequest\x1a\x1b.pdserve.v1.PinLoraResponse\x12H\n\tUnpinLora\x12\x1c.pdserve.v1.UnpinLoraRequest\x1a\x1d.pdserve.v1.UnpinLoraResponse\x12\x42\n\x07GetLoad\x12\x1a.pdserve.v1.GetLoadRequest\x1a\x1b.pdserve.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/v1/control_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"H\n\x0cPauseRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"B\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.PauseMode\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"m\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_open_kv_sessions\x18\x02 \x01(\r\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\x12\x17\n\x0fnum_handed_back\x18\x04 \x01(\r\".\n\x17ResetPrefixCacheRequest\x12\x13\n\x0bkeeps_tiers\x18\x01 \x01(\x08\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x1f\n\x0eProfileRequest\x12\r\n\x05start\x18\x01 \x01(\x08\"\x1f\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"T\n\x0e\x41\x64\x64LoraRequest\x12-\n\x0clora_request\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LoraRequest\x12\x13\n\x0bkeep_others\x18\x02 \x01(\x08\";\n\x0f\x41\x64\x64LoraResponse\x12(\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LoraAdapter\"<\n\x11RemoveLoraRequest\x12\x11\n\tlora_name\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02\"\x14\n\x12RemoveLoraResponse\"\x12\n\x10ListLorasRequest\"@\n\x11ListLorasResponse\x12%\n\x05loras\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.LoadedLoraJ\x04\x08\x01\x10\x02\")\n\x0ePinLoraRequest\x12\x11\n\tlora_name\x18\x02 \x01(\tJ\x04\x08\x01\x10\x02\"\x11\n\x0fPinLoraResponse\"%\n\x10UnpinLoraRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x13\n\x11UnpinLoraResponse\"\x10\n\x0eGetLoadRequest\"\x92\x01\n\x0fGetLoadResponse\x12\x33\n\x0fscheduler_stats\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.SchedulerStats\x12\x0e\n\x06paused\x18\x02 \x01(\x08\x12\x18\n\x0bsleep_level\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x42\x0e\n\x0c_sleep_level*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\x9e\x07\n\x0e\x43ontrolService\x12<\n\x05Pause\x12\x18.pdserve.v1.PauseRequest\x1a\x19.pdserve.v1.PauseResponse\x12?\n\x06Resume\x12\x19.pdserve.v1.ResumeRequest\x1a\x1a.pdserve.v1.ResumeResponse\x12<\n\x05Sleep\x12\x18.pdserve.v1.SleepRequest\x1a\x19.pdserve.v1.SleepResponse\x12?\n\x06WakeUp\x12\x19.pdserve.v1.WakeUpRequest\x1a\x1a.pdserve.v1.WakeUpResponse\x12>\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse0\x01\x12]\n\x10ResetPrefixCache\x12#.pdserve.v1.ResetPrefixCacheRequest\x1a$.pdserve.v1.ResetPrefixCacheResponse\x12\x42\n\x07Profile\x12\x1a.pdserve.v1.ProfileRequest\x1a\x1b.pdserve.v1.ProfileResponse\x12\x42\n\x07\x41\x64\x64Lora\x12\x1a.pdserve.v1.AddLoraRequest\x1a\x1b.pdserve.v1.AddLoraResponse\x12K\n\nRemoveLora\x12\x1d.pdserve.v1.RemoveLoraRequest\x1a\x1e.pdserve.v1.RemoveLoraResponse\x12H\n\tListLoras\x12\x1c.pdserve.v1.ListLorasRequest\x1a\x1d.pdserve.v1.ListLorasResponse\x12\x42\n\x07PinLora\x12\x1a.pdserve.v1.PinLoraRequest\x1a\x1b.pdserve.v1.PinLoraResponse\x12H\n\tUnpinLora\x12\x1c.pdserve.v1.UnpinLoraRequest\x1a\x1d.pdserve.v1.UnpinLoraResponse\x12\x42\n\x07GetLoad\x12\x1a.pdserve.v1.GetLoadRequest\x1a\x1b.pdserve.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.control_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=1273
-  _globals['_PAUSEMODE']._serialized_end=1376
+  _globals['_PAUSEMODE']._serialized_start=1294
+  _globals['_PAUSEMODE']._serialized_end=1397
   _globals['_PAUSEREQUEST']._serialized_start=78
   _globals['_PAUSEREQUEST']._serialized_end=150
   _globals['_PAUSERESPONSE']._serialized_start=152
@@ -55,37 +55,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=415
   _globals['_DRAINRESPONSE']._serialized_end=524
   _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=526
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=551
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=553
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=599
-  _globals['_PROFILEREQUEST']._serialized_start=601
-  _globals['_PROFILEREQUEST']._serialized_end=632
-  _globals['_PROFILERESPONSE']._serialized_start=634
-  _globals['_PROFILERESPONSE']._serialized_end=665
-  _globals['_ADDLORAREQUEST']._serialized_start=667
-  _globals['_ADDLORAREQUEST']._serialized_end=751
-  _globals['_ADDLORARESPONSE']._serialized_start=753
-  _globals['_ADDLORARESPONSE']._serialized_end=812
-  _globals['_REMOVELORAREQUEST']._serialized_start=814
-  _globals['_REMOVELORAREQUEST']._serialized_end=874
-  _globals['_REMOVELORARESPONSE']._serialized_start=876
-  _globals['_REMOVELORARESPONSE']._serialized_end=896
-  _globals['_LISTLORASREQUEST']._serialized_start=898
-  _globals['_LISTLORASREQUEST']._serialized_end=916
-  _globals['_LISTLORASRESPONSE']._serialized_start=918
-  _globals['_LISTLORASRESPONSE']._serialized_end=982
-  _globals['_PINLORAREQUEST']._serialized_start=984
-  _globals['_PINLORAREQUEST']._serialized_end=1025
-  _globals['_PINLORARESPONSE']._serialized_start=1027
-  _globals['_PINLORARESPONSE']._serialized_end=1044
-  _globals['_UNPINLORAREQUEST']._serialized_start=1046
-  _globals['_UNPINLORAREQUEST']._serialized_end=1083
-  _globals['_UNPINLORARESPONSE']._serialized_start=1085
-  _globals['_UNPINLORARESPONSE']._serialized_end=1104
-  _globals['_GETLOADREQUEST']._serialized_start=1106
-  _globals['_GETLOADREQUEST']._serialized_end=1122
-  _globals['_GETLOADRESPONSE']._serialized_start=1125
-  _globals['_GETLOADRESPONSE']._serialized_end=1271
-  _globals['_CONTROLSERVICE']._serialized_start=1379
-  _globals['_CONTROLSERVICE']._serialized_end=2305
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=572
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=574
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=620
+  _globals['_PROFILEREQUEST']._serialized_start=622
+  _globals['_PROFILEREQUEST']._serialized_end=653
+  _globals['_PROFILERESPONSE']._serialized_start=655
+  _globals['_PROFILERESPONSE']._serialized_end=686
+  _globals['_ADDLORAREQUEST']._serialized_start=688
+  _globals['_ADDLORAREQUEST']._serialized_end=772
+  _globals['_ADDLORARESPONSE']._serialized_start=774
+  _globals['_ADDLORARESPONSE']._serialized_end=833
+  _globals['_REMOVELORAREQUEST']._serialized_start=835
+  _globals['_REMOVELORAREQUEST']._serialized_end=895
+  _globals['_REMOVELORARESPONSE']._serialized_start=897
+  _globals['_REMOVELORARESPONSE']._serialized_end=917
+  _globals['_LISTLORASREQUEST']._serialized_start=919
+  _globals['_LISTLORASREQUEST']._serialized_end=937
+  _globals['_LISTLORASRESPONSE']._serialized_start=939
+  _globals['_LISTLORASRESPONSE']._serialized_end=1003
+  _globals['_PINLORAREQUEST']._serialized_start=1005
+  _globals['_PINLORAREQUEST']._serialized_end=1046
+  _globals['_PINLORARESPONSE']._serialized_start=1048
+  _globals['_PINLORARESPONSE']._serialized_end=1065
+  _globals['_UNPINLORAREQUEST']._serialized_start=1067
+  _globals['_UNPINLORAREQUEST']._serialized_end=1104
+  _globals['_UNPINLORARESPONSE']._serialized_start=1106
+  _globals['_UNPINLORARESPONSE']._serialized_end=1125
+  _globals['_GETLOADREQUEST']._serialized_start=1127
+  _globals['_GETLOADREQUEST']._serialized_end=1143
+  _globals['_GETLOADRESPONSE']._serialized_start=1146
+  _globals['_GETLOADRESPONSE']._serialized_end=1292
+  _globals['_CONTROLSERVICE']._serialized_start=1400
+  _globals['_CONTROLSERVICE']._serialized_end=2326
 # @@protoc_insertion_point(module_scope)

@@ -82,8 +82,10 @@ class DrainResponse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., drained: bool = ..., num_handed_back: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("keeps_tiers",)
+    KEEPS_TIERS_FIELD_NUMBER: _ClassVar[int]
+    keeps_tiers: bool
+    def __init__(self, keeps_tiers: bool = ...) -> None: ...
 
 class ResetPrefixCacheResponse(_message.Message):
     __slots__ = ("num_blocks",)

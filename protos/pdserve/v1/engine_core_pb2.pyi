@@ -213,14 +213,14 @@ class SamplingParams(_message.Message):
     def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., detokenize: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., logits_processors: _Optional[_Iterable[str]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., structured_outputs: _Optional[_Union[StructuredOutputsParams, _Mapping]] = ..., repetition_detection: _Optional[_Union[RepetitionDetectionParams, _Mapping]] = ..., output_kind: _Optional[_Union[RequestOutputKind, str]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
-    __slots__ = ("task", "dimensions", "normalize")
+    __slots__ = ("task", "dimensions", "use_activation")
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
-    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     task: str
     dimensions: int
-    normalize: bool
-    def __init__(self, task: _Optional[str] = ..., dimensions: _Optional[int] = ..., normalize: bool = ...) -> None: ...
+    use_activation: bool
+    def __init__(self, task: _Optional[str] = ..., dimensions: _Optional[int] = ..., use_activation: bool = ...) -> None: ...
 
 class LoraRequest(_message.Message):
     __slots__ = ("lora_name", "lora_int_id", "lora_path", "digest")
@@ -426,18 +426,20 @@ class EngineCoreEvent(_message.Message):
     def __init__(self, type: _Optional[_Union[EngineCoreEvent.Type, str]] = ..., monotonic_ns: _Optional[int] = ...) -> None: ...
 
 class PrefillStats(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns", "decode_queue_ns")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns", "decode_queue_ns", "num_chunks")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_ns: int
     prefill_ns: int
     decode_queue_ns: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ...) -> None: ...
+    num_chunks: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
 
 class DraftStats(_message.Message):
     __slots__ = ("source", "num_draft_tokens", "num_accepted_tokens")
@@ -450,7 +452,7 @@ class DraftStats(_message.Message):
     def __init__(self, source: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class KvTransferStats(_message.Message):
-    __slots__ = ("num_bytes", "num_blocks", "transport", "num_reads", "transfer_ns", "exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns")
+    __slots__ = ("num_bytes", "num_blocks", "transport", "num_reads", "transfer_ns", "exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns", "prefill_stats")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -460,6 +462,7 @@ class KvTransferStats(_message.Message):
     RELEASE_ACK_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADMIT_NS_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STATS_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     num_blocks: int
     transport: str
@@ -469,7 +472,8 @@ class KvTransferStats(_message.Message):
     release_ack_ns: int
     decode_admit_ns: int
     first_decode_step_ns: int
-    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., num_reads: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ...) -> None: ...
+    prefill_stats: PrefillStats
+    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., num_reads: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ...) -> None: ...
 
 class KvLost(_message.Message):
     __slots__ = ("num_confirmed_tokens", "reason", "message")

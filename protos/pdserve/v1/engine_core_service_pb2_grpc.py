@@ -87,7 +87,10 @@ class EngineCoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutTensor(self, request_iterator, context):
-        """Uploads a tensor that requests then name by its hash.
+        """Uploads a tensor that requests then name by its hash. One that is held
+        already is answered at its reference: its bytes need not come. Refused with
+        INVALID_ARGUMENT if it is none that this worker takes or its bytes are
+        others, with RESOURCE_EXHAUSTED while there is no room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,55 +25,65 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import engine_core_pb2 as pdserve_dot_v1_dot_engine__core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"pdserve/v1/inference_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xb1\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\treasoning\x18\x04 \x01(\t\x12(\n\ntool_calls\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"]\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xb6\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Tool\x12+\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.ToolChoice\x12\x15\n\rallowed_tools\x18\x04 \x03(\t\x12\x18\n\x10single_tool_call\x18\x05 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"W\n\x11ResumedCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0e\n\x06origin\x18\x04 \x01(\t\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12\x33\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\t \x01(\t\x12-\n\x06resume\x18\n \x03(\x0b\x32\x1d.pdserve.v1.ResumedCompletion\x12\x12\n\nprediction\x18\x0b \x01(\tB\x08\n\x06promptB\r\n\x0b_cache_salt\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x91\x03\n\x10\x43ompletionOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12+\n\x08logprobs\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.LogprobsLists\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.pdserve.v1.EngineError\x12\x0e\n\x06origin\x18\n \x01(\t\x12\x11\n\treasoning\x18\x0b \x01(\t\x12-\n\ntool_calls\x18\x0c \x03(\x0b\x32\x19.pdserve.v1.ToolCallDeltaB\r\n\x0bstop_reasonB\x15\n\x13_cumulative_logprob\"\xfa\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_prediction_draft_tokens\x18\x07 \x01(\r\x12&\n\x1enum_accepted_prediction_tokens\x18\x08 \x01(\r\"\xb9\x04\n\x0eRequestMetrics\x12\x17\n\x0frouter_queue_ns\x18\x01 \x01(\x04\x12\x13\n\x0btokenize_ns\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ispatch_ns\x18\x03 \x01(\x04\x12\x18\n\x10prefill_queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x11\n\treturn_ns\x18\x06 \x01(\x04\x12\x0f\n\x07ttft_ns\x18\x07 \x01(\x04\x12\x1e\n\x16kv_transfer_exposed_ns\x18\x08 \x01(\x04\x12\x16\n\x0erelease_ack_ns\x18\t \x01(\x04\x12\x17\n\x0f\x64\x65\x63ode_admit_ns\x18\n \x01(\x04\x12\x1c\n\x14\x66irst_decode_step_ns\x18\x0b \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_return_ns\x18\x0c \x01(\x04\x12\x14\n\x0c\x66irst_itl_ns\x18\r \x01(\x04\x12\x16\n\x0ekv_transfer_ns\x18\x0e \x01(\x04\x12\x19\n\x11kv_transfer_bytes\x18\x0f \x01(\x04\x12\x14\n\x0ckv_transport\x18\x10 \x01(\t\x12\x13\n\x0bmean_itl_ns\x18\x11 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x12 \x01(\x04\x12\x0c\n\x04path\x18\x13 \x01(\t\x12\x19\n\x11prefill_engine_id\x18\x14 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_engine_id\x18\x15 \x01(\t\x12\x13\n\x0b\x64\x65terminism\x18\x16 \x01(\t\x12\x14\n\x0cnum_redrives\x18\x17 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_queue_ns\x18\x18 \x01(\x04\"\x8f\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.LogprobsLists\x12-\n\x07outputs\x18\x04 \x03(\x0b\x32\x1c.pdserve.v1.CompletionOutput\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12+\n\x07metrics\x18\x07 \x01(\x0b\x32\x1a.pdserve.v1.RequestMetrics\x12\x0c\n\x04seed\x18\x08 \x01(\x04\"=\n\x10GenerateResponse\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.RequestOutput\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\">\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xbc\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"pdserve/v1/inference_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xd9\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\treasoning\x18\x04 \x01(\t\x12(\n\ntool_calls\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x06 \x01(\tH\x01\x88\x01\x01\x12&\n\x05parts\x18\x07 \x03(\x0b\x32\x17.pdserve.v1.ContentPartB\x07\n\x05_nameB\x0f\n\r_tool_call_id\"8\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x11\n\x07picture\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"]\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xb6\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Tool\x12+\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.ToolChoice\x12\x15\n\rallowed_tools\x18\x04 \x03(\t\x12\x18\n\x10single_tool_call\x18\x05 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"W\n\x11ResumedCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0e\n\x06origin\x18\x04 \x01(\t\"\xfe\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12\x33\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\t \x01(\t\x12-\n\x06resume\x18\n \x03(\x0b\x32\x1d.pdserve.v1.ResumedCompletion\x12\x12\n\nprediction\x18\x0b \x01(\t\x12\x16\n\x0einclude_events\x18\x0c \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_cache_salt\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"{\n\x0cRequestEvent\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .pdserve.v1.EngineCoreEvent.Type\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fsince_queued_ns\x18\x04 \x01(\x04\"\xbb\x03\n\x10\x43ompletionOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12+\n\x08logprobs\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.LogprobsLists\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.pdserve.v1.EngineError\x12\x0e\n\x06origin\x18\n \x01(\t\x12\x11\n\treasoning\x18\x0b \x01(\t\x12-\n\ntool_calls\x18\x0c \x03(\x0b\x32\x19.pdserve.v1.ToolCallDelta\x12(\n\x06\x65vents\x18\r \x03(\x0b\x32\x18.pdserve.v1.RequestEventB\r\n\x0bstop_reasonB\x15\n\x13_cumulative_logprob\"\xfa\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_prediction_draft_tokens\x18\x07 \x01(\r\x12&\n\x1enum_accepted_prediction_tokens\x18\x08 \x01(\r\"\xb9\x04\n\x0eRequestMetrics\x12\x17\n\x0frouter_queue_ns\x18\x01 \x01(\x04\x12\x13\n\x0btokenize_ns\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ispatch_ns\x18\x03 \x01(\x04\x12\x18\n\x10prefill_queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x11\n\treturn_ns\x18\x06 \x01(\x04\x12\x0f\n\x07ttft_ns\x18\x07 \x01(\x04\x12\x1e\n\x16kv_transfer_exposed_ns\x18\x08 \x01(\x04\x12\x16\n\x0erelease_ack_ns\x18\t \x01(\x04\x12\x17\n\x0f\x64\x65\x63ode_admit_ns\x18\n \x01(\x04\x12\x1c\n\x14\x66irst_decode_step_ns\x18\x0b \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_return_ns\x18\x0c \x01(\x04\x12\x14\n\x0c\x66irst_itl_ns\x18\r \x01(\x04\x12\x16\n\x0ekv_transfer_ns\x18\x0e \x01(\x04\x12\x19\n\x11kv_transfer_bytes\x18\x0f \x01(\x04\x12\x14\n\x0ckv_transport\x18\x10 \x01(\t\x12\x13\n\x0bmean_itl_ns\x18\x11 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x12 \x01(\x04\x12\x0c\n\x04path\x18\x13 \x01(\t\x12\x19\n\x11prefill_engine_id\x18\x14 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_engine_id\x18\x15 \x01(\t\x12\x13\n\x0b\x64\x65terminism\x18\x16 \x01(\t\x12\x14\n\x0cnum_redrives\x18\x17 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_queue_ns\x18\x18 \x01(\x04\"\x8f\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.LogprobsLists\x12-\n\x07outputs\x18\x04 \x03(\x0b\x32\x1c.pdserve.v1.CompletionOutput\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12+\n\x07metrics\x18\x07 \x01(\x0b\x32\x1a.pdserve.v1.RequestMetrics\x12\x0c\n\x04seed\x18\x08 \x01(\x04\"=\n\x10GenerateResponse\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.RequestOutput\"+\n\x08TextPair\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttext_pair\x18\x02 \x01(\t\"\xab\x03\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x04pair\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TextPairH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12\x31\n\x0epooling_params\x18\x06 \x01(\x0b\x32\x19.pdserve.v1.PoolingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\x11H\x02\x88\x01\x01\x12\x16\n\x0etruncate_start\x18\x0b \x01(\x08\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0c \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x7f\n\x0cPoolResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0epooling_output\x18\x03 \x03(\x02\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"e\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\r\n\x05tasks\x18\x04 \x03(\t\x12\x16\n\x0e\x65mbedding_size\x18\x05 \x01(\r\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo*o\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x32\xf7\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x39\n\x04Pool\x12\x17.pdserve.v1.PoolRequest\x1a\x18.pdserve.v1.PoolResponse\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.inference_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICE']._serialized_start=3123
-  _globals['_TOOLCHOICE']._serialized_end=3234
+  _globals['_TOOLCHOICE']._serialized_start=4055
+  _globals['_TOOLCHOICE']._serialized_end=4166
   _globals['_TOOLCALL']._serialized_start=80
   _globals['_TOOLCALL']._serialized_end=135
   _globals['_CHATMESSAGE']._serialized_start=138
-  _globals['_CHATMESSAGE']._serialized_end=315
-  _globals['_TOOL']._serialized_start=317
-  _globals['_TOOL']._serialized_end=410
-  _globals['_CHATPROMPT']._serialized_start=413
-  _globals['_CHATPROMPT']._serialized_end=595
-  _globals['_TOKENPROMPT']._serialized_start=597
-  _globals['_TOKENPROMPT']._serialized_end=629
-  _globals['_RESUMEDCOMPLETION']._serialized_start=631
-  _globals['_RESUMEDCOMPLETION']._serialized_end=718
-  _globals['_GENERATEREQUEST']._serialized_start=721
-  _globals['_GENERATEREQUEST']._serialized_end=1079
-  _globals['_TOOLCALLDELTA']._serialized_start=1081
-  _globals['_TOOLCALLDELTA']._serialized_end=1156
-  _globals['_COMPLETIONOUTPUT']._serialized_start=1159
-  _globals['_COMPLETIONOUTPUT']._serialized_end=1560
-  _globals['_USAGE']._serialized_start=1563
-  _globals['_USAGE']._serialized_end=1813
-  _globals['_REQUESTMETRICS']._serialized_start=1816
-  _globals['_REQUESTMETRICS']._serialized_end=2385
-  _globals['_REQUESTOUTPUT']._serialized_start=2388
-  _globals['_REQUESTOUTPUT']._serialized_end=2659
-  _globals['_GENERATERESPONSE']._serialized_start=2661
-  _globals['_GENERATERESPONSE']._serialized_end=2722
-  _globals['_TOKENIZEREQUEST']._serialized_start=2724
-  _globals['_TOKENIZEREQUEST']._serialized_end=2822
-  _globals['_TOKENIZERESPONSE']._serialized_start=2824
-  _globals['_TOKENIZERESPONSE']._serialized_end=2884
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2886
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2939
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2941
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2975
-  _globals['_LISTMODELSREQUEST']._serialized_start=2977
-  _globals['_LISTMODELSREQUEST']._serialized_end=2996
-  _globals['_MODELINFO']._serialized_start=2998
-  _globals['_MODELINFO']._serialized_end=3060
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3062
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3121
-  _globals['_INFERENCESERVICE']._serialized_start=3237
-  _globals['_INFERENCESERVICE']._serialized_end=3553
+  _globals['_CHATMESSAGE']._serialized_end=355
+  _globals['_CONTENTPART']._serialized_start=357
+  _globals['_CONTENTPART']._serialized_end=413
+  _globals['_TOOL']._serialized_start=415
+  _globals['_TOOL']._serialized_end=508
+  _globals['_CHATPROMPT']._serialized_start=511
+  _globals['_CHATPROMPT']._serialized_end=693
+  _globals['_TOKENPROMPT']._serialized_start=695
+  _globals['_TOKENPROMPT']._serialized_end=727
+  _globals['_RESUMEDCOMPLETION']._serialized_start=729
+  _globals['_RESUMEDCOMPLETION']._serialized_end=816
+  _globals['_GENERATEREQUEST']._serialized_start=819
+  _globals['_GENERATEREQUEST']._serialized_end=1201
+  _globals['_TOOLCALLDELTA']._serialized_start=1203
+  _globals['_TOOLCALLDELTA']._serialized_end=1278
+  _globals['_REQUESTEVENT']._serialized_start=1280
+  _globals['_REQUESTEVENT']._serialized_end=1403
+  _globals['_COMPLETIONOUTPUT']._serialized_start=1406
+  _globals['_COMPLETIONOUTPUT']._serialized_end=1849
+  _globals['_USAGE']._serialized_start=1852
+  _globals['_USAGE']._serialized_end=2102
+  _globals['_REQUESTMETRICS']._serialized_start=2105
+  _globals['_REQUESTMETRICS']._serialized_end=2674
+  _globals['_REQUESTOUTPUT']._serialized_start=2677
+  _globals['_REQUESTOUTPUT']._serialized_end=2948
+  _globals['_GENERATERESPONSE']._serialized_start=2950
+  _globals['_GENERATERESPONSE']._serialized_end=3011
+  _globals['_TEXTPAIR']._serialized_start=3013
+  _globals['_TEXTPAIR']._serialized_end=3056
+  _globals['_POOLREQUEST']._serialized_start=3059
+  _globals['_POOLREQUEST']._serialized_end=3486
+  _globals['_POOLRESPONSE']._serialized_start=3488
+  _globals['_POOLRESPONSE']._serialized_end=3615
+  _globals['_TOKENIZEREQUEST']._serialized_start=3617
+  _globals['_TOKENIZEREQUEST']._serialized_end=3715
+  _globals['_TOKENIZERESPONSE']._serialized_start=3717
+  _globals['_TOKENIZERESPONSE']._serialized_end=3777
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3779
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3832
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3834
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3868
+  _globals['_LISTMODELSREQUEST']._serialized_start=3870
+  _globals['_LISTMODELSREQUEST']._serialized_end=3889
+  _globals['_MODELINFO']._serialized_start=3891
+  _globals['_MODELINFO']._serialized_end=3992
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3994
+  _globals['_LISTMODELSRESPONSE']._serialized_end=4053
+  _globals['_INFERENCESERVICE']._serialized_start=4169
+  _globals['_INFERENCESERVICE']._serialized_end=4544
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation.
+    """Text generation, and vectors of texts by models that pool.
     """
 
     def __init__(self, channel):
@@ -39,6 +39,11 @@ class InferenceServiceStub(object):
                 '/pdserve.v1.InferenceService/Generate',
                 request_serializer=pdserve_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Pool = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Pool',
+                request_serializer=pdserve_dot_v1_dot_inference__service__pb2.PoolRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__service__pb2.PoolResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pdserve.v1.InferenceService/Tokenize',
@@ -58,7 +63,7 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation.
+    """Text generation, and vectors of texts by models that pool.
     """
 
     def Generate(self, request, context):
@@ -66,6 +71,14 @@ class InferenceServiceServicer(object):
         that was taken ends with exactly one message that has `finished` set.
         Cancelling the call, or its deadline, ends the request on every worker.
         Trailing metadata carries the request's timing as `pdserve-*-ms`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pool(self, request, context):
+        """One vector of one prompt, by a model that pools: an embedding, a number for
+        each label, or a score. Trailing metadata as of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +113,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_inference__service__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__service__pb2.GenerateResponse.SerializeToString,
             ),
+            'Pool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=pdserve_dot_v1_dot_inference__service__pb2.PoolRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__service__pb2.PoolResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=pdserve_dot_v1_dot_inference__service__pb2.TokenizeRequest.FromString,
@@ -124,7 +142,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation.
+    """Text generation, and vectors of texts by models that pool.
     """
 
     @staticmethod
@@ -144,6 +162,33 @@ class InferenceService(object):
             '/pdserve.v1.InferenceService/Generate',
             pdserve_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Pool',
+            pdserve_dot_v1_dot_inference__service__pb2.PoolRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__service__pb2.PoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

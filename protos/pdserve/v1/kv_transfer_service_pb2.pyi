@@ -1,3 +1,4 @@
+from pdserve.v1 import engine_core_pb2 as _engine_core_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -279,16 +280,18 @@ class PrefixReady(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., blocks: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("session", "num_tokens", "output_token_ids", "timeout_ns")
+    __slots__ = ("session", "num_tokens", "output_token_ids", "timeout_ns", "prefill_stats")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STATS_FIELD_NUMBER: _ClassVar[int]
     session: KvSessionId
     num_tokens: int
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     timeout_ns: int
-    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+    prefill_stats: _engine_core_pb2.PrefillStats
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., prefill_stats: _Optional[_Union[_engine_core_pb2.PrefillStats, _Mapping]] = ...) -> None: ...
 
 class ReleaseAck(_message.Message):
     __slots__ = ("session", "through_block", "valid")

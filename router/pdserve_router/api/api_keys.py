@@ -1,30 +1,30 @@
 """Who may send requests: API keys from a file, asked for by both APIs."""
 
 import hashlib
-import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve_common.followed import Followed
+from pdserve_router.api.api_keys_file import read_api_keys
 from pdserve_router.api.grpc_service import SERVICE_NAME
 from pdserve_router.api.openai_format import plain_error_object
+from pdserve_router.requests.quotas import Quotas
 from pdserve_router.requests.request_log import note_api_key
 from pdserve_router.requests.tenant import tenant_var
+from pdserve_router.requests.tenant_account import TenantLimits
 
-MAX_FILE_BYTES = 1 << 20
-MIN_KEY_CHARS = 16
-
-_KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 _SCHEME = "bearer "
 # Served to everybody: they say nothing that is not public, and need no worker.
 OPEN_PATHS = ("/", "/health", "/version", "/openapi.json", "/docs")
+# In metrics, those of all keys without a name.
+UNNAMED = "unnamed"
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
@@ -33,91 +33,90 @@ class UnauthorizedError(Exception):
     """A caller has no key; the message tells them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    """What a file says."""
+
+    # Names and tenants by the keys' digests.
+    owners: Mapping[bytes, tuple[str, str]]
+    limits: Mapping[str, TenantLimits]
+
+
 class ApiKeys:
-    """The keys of a file: one a line, `key` or, for people, `name:key`; empty lines and those that
-    begin with # do not count. The file is read again when it changes.
-    """
+    """The keys of a file, which is read again when it changes."""
 
     def __init__(self, path: str, refused: Counter) -> None:
-        """`refused` counts by api and reason. Raises OSError or ValueError for a file that cannot
-        be read, or holds no key or one that is none.
-        """
+        """`refused` counts by api and reason. Raises what `read_api_keys` raises."""
         self._refused = refused
         # Keys are compared by digests that nobody can foretell: how long a look-up takes says
         # nothing about them, however many there are.
         self._salt = secrets.token_bytes(32)
-        self._names = Followed(
-            [path], lambda: {self._digest(key): name for key, name in _read_keys(path).items()}
-        )
+        self._keys = Followed([path], lambda: self._read(path))
 
-    def check(self, authorization: str, *, api: str) -> None:
+    async def check(self, authorization: str, *, api: str) -> None:
         """Let a caller pass whose header says `authorization`. Raises UnauthorizedError."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             self._refused.labels(api=api, reason="missing").inc()
             raise UnauthorizedError("no API key: send it as Authorization: Bearer KEY")
         key = authorization[len(_SCHEME) :].strip()
-        name = self._names.get().get(self._digest(key))
-        if name is None:
+        keys = await self._keys.get_off_loop()
+        owner = keys.owners.get(self._digest(key))
+        if owner is None:
             self._refused.labels(api=api, reason="unknown").inc()
             raise UnauthorizedError("the API key is not known here")
+        name, tenant = owner
         note_api_key(name)
-        # Keys without a name are a tenant each, the same one on every router.
-        tenant_var.set(name or hashlib.sha256(key.encode()).hexdigest())
+        tenant_var.set(tenant)
+
+    def limits(self) -> Mapping[str, TenantLimits]:
+        """Return all tenants' as the file said them when a key was checked last; the same ones
+        until it changes.
+        """
+        return self._keys.last.limits
+
+    def _read(self, path: str) -> _Keys:
+        owners, limits = {}, {}
+        for key, (name, fields) in read_api_keys(path).items():
+            # Keys without a name are a tenant each, the same one on every router.
+            tenant = name or hashlib.sha256(key.encode()).hexdigest()
+            owners[self._digest(key)] = name, tenant
+            limits[tenant] = TenantLimits(name=name or UNNAMED, **fields)
+        return _Keys(owners=owners, limits=limits)
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._salt).digest()
 
 
-def _read_keys(path: str) -> dict[str, str]:
-    """Return the keys' names, "" of one that has none. Raises OSError or ValueError; neither says
-    what is in the file.
-    """
-    keys = {}
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        if not (entry := line.strip()) or entry.startswith("#"):
-            continue
-        name, _, key = (part.strip() for part in entry.rpartition(":"))
-        if not _KEY.fullmatch(key):
-            raise ValueError(
-                f"api_keys_file {path}: the key in line {number} must be {MIN_KEY_CHARS} or more "
-                "visible ASCII characters"
-            )
-        keys[key] = name
-    if not keys:
-        raise ValueError(f"api_keys_file {path} has no keys, must have at least 1")
-    return keys
-
-
-def _read_text(path: str) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise OSError(f"api_keys_file {path} cannot be read: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"api_keys_file {path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"api_keys_file {path} is no UTF-8 text") from None
-
-
 class HttpApiKeyGuard:
-    """Lets through what has a key, and OPEN_PATHS without."""
+    """Lets through what has a key, and OPEN_PATHS without. Answers say what is left of the key's
+    limits when they begin.
+    """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, quotas: Quotas) -> None:
         self._app = app
         self._keys = keys
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            authorization = Headers(scope=scope).get("authorization", "")
-            try:
-                self._keys.check(authorization, api="http")
-            except UnauthorizedError as error:
-                app = _refuse(str(error))
-        await app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._keys.check(Headers(scope=scope).get("authorization", ""), api="http")
+        except UnauthorizedError as error:
+            await _refuse(str(error))(scope, receive, send)
+            return
+        tenant = tenant_var.get()
+        is_limited = bool(self._quotas.headers(tenant))
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                limits = self._quotas.headers(tenant).items()
+                added = [(name.encode(), value.encode()) for name, value in limits]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_limits if is_limited else send)
 
 
 def _refuse(message: str) -> ASGIApp:
@@ -140,7 +139,7 @@ class GrpcApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):
             authorization = _authorization(handler_call_details.invocation_metadata)
             try:
-                self._keys.check(authorization, api="grpc")
+                await self._keys.check(authorization, api="grpc")
             except UnauthorizedError as error:
                 return _abort(str(error))
         return await continuation(handler_call_details)

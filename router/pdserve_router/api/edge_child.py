@@ -7,6 +7,7 @@ make and takes its memory with it when it ends. It has one thread, and uses no g
 import asyncio
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import struct
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve_common.confined import confine, die_with_parent
 from pdserve_common.errors import InvalidRequestError, PdserveError
@@ -27,9 +28,10 @@ from pdserve_router.api.no_torch import hide_torch
 if TYPE_CHECKING:
     from pdserve_router.requests.input_processor import InputProcessor
 
-# In front of a job: the lengths of its description and of the request; of an answer: its length.
+# In front of a job: the lengths of its description and of the request; of an answer: its length,
+# and how many pieces it has.
 LENGTHS = struct.Struct("!QQ")
-LENGTH = struct.Struct("!Q")
+ANSWER = struct.Struct("!QQ")
 READY = b"r"
 # Where jobs are. By name, as these modules import this one.
 _JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
@@ -61,15 +63,25 @@ def main() -> int:
                 _serve(connection, processor, settings)
 
 
-def _load(settings: dict[str, object]) -> "InputProcessor":
+def _load(settings: dict[str, Any]) -> "InputProcessor":
     hide_torch()
     # They take a second: after the signals are set.
     for name in _JOBS:
         importlib.import_module(name)
     from pdserve_router.requests.input_processor import InputProcessor
+    from pdserve_router.requests.pictures import RequestPictures
+    from pdserve_router.text.picture_processor import PictureProcessor
     from pdserve_router.text.tokenizer import Tokenizer
 
-    return InputProcessor(Tokenizer(str(settings["model"])), **settings["input_processor"])  # type: ignore[arg-type]
+    model: str = settings["model"]
+    processor = PictureProcessor.from_folder(model)
+    return InputProcessor(
+        Tokenizer(model, image_token_id=processor.image_token_id if processor else None),
+        pictures=RequestPictures(
+            processor, max_images_per_prompt=settings["max_images_per_prompt"]
+        ),
+        **settings["input_processor"],
+    )
 
 
 def _serve(
@@ -82,8 +94,9 @@ def _serve(
         function, args = pickle.loads(_receive(connection, head_length))
         raw = bytes(_receive(connection, raw_length))
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-        answer = _answer(processor, settings["max_memory_bytes"], function, raw, args)
-        connection.sendall(LENGTH.pack(len(answer)))
+        value, error = _do(processor, settings["max_memory_bytes"], function, raw, args)
+        answer, num_pieces = _pickle(value, error)
+        connection.sendall(ANSWER.pack(len(answer), num_pieces))
         connection.sendall(answer)
     except OSError:
         pass  # nobody waits for it any more
@@ -114,10 +127,10 @@ def _end_with(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _answer(
+def _do(
     processor: "InputProcessor", max_memory_bytes: int, function: object, raw: bytes, args: object
-) -> bytes:
-    """Return, pickled, what the function returns, or its PdserveError, or what else went wrong."""
+) -> tuple[object, PdserveError | str | None]:
+    """Return what the function returns, and its PdserveError, or what else went wrong."""
     value: object = None
     error: PdserveError | str | None = None
     try:
@@ -130,7 +143,22 @@ def _answer(
         )
     except Exception:
         error = traceback.format_exc()
-    return pickle.dumps((value, error), pickle.HIGHEST_PROTOCOL)
+    return value, error
+
+
+def _pickle(value: object, error: PdserveError | str | None) -> tuple[bytes, int]:
+    """Return an answer in pieces, and how many these are. What a job returns may have a tuple of
+    thousands of inputs, as its `inputs` or as one of several values: each of them is a piece, so
+    that the router's event loop takes them over one by one. The last piece is the whole, which
+    refers to those before it.
+    """
+    tuples = value if isinstance(value, tuple) else (getattr(value, "inputs", ()),)
+    inputs = [each for part in tuples if isinstance(part, tuple) for each in part]
+    data = io.BytesIO()
+    pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
+    for piece in (*inputs, (value, error)):
+        pickler.dump(piece)
+    return data.getvalue(), len(inputs) + 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ loop goes on meanwhile: threads would share its GIL.
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import TypeVar, cast
 
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.api.edge_child import LENGTH, LENGTHS, READY
+from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY
 from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
@@ -41,6 +42,8 @@ QUEUE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
 # After a process that could not start.
 RESTART_AFTER_S = 5.0
+# How long taking over an answer may hold the event loop at once, if its pieces are small.
+_SLICE_S = 0.001
 # For the system to end a process whose time is over.
 _GRACE_S = 2.0
 # Of requests that wait or are worked on: what arrives above is refused.
@@ -67,6 +70,7 @@ class EdgeSettings:
     max_deadline_s: float
     chat_format: str
     share_prefixes: bool
+    max_images_per_prompt: int
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> "EdgeSettings":
@@ -298,8 +302,20 @@ async def _ask(
     head = pickle.dumps((job, args), pickle.HIGHEST_PROTOCOL)
     await loop.sock_sendall(connection, LENGTHS.pack(len(head), len(raw)) + head)
     await loop.sock_sendall(connection, raw)
-    (length,) = LENGTH.unpack(await _read(connection, LENGTH.size))
-    answer: tuple[object, PdserveError | str | None] = pickle.loads(await _read(connection, length))
+    length, num_pieces = ANSWER.unpack(await _read(connection, ANSWER.size))
+    return await _unpickle(await _read(connection, length), num_pieces)
+
+
+async def _unpickle(data: bytearray, num_pieces: int) -> tuple[object, PdserveError | str | None]:
+    """Return an answer, which is the last of its pieces. Others' events come between them."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    until = time.monotonic() + _SLICE_S
+    for _ in range(num_pieces - 1):
+        unpickler.load()
+        if time.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + _SLICE_S
+    answer: tuple[object, PdserveError | str | None] = unpickler.load()
     return answer
 
 

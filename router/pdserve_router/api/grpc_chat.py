@@ -8,6 +8,7 @@ from pydantic_core import from_json
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.requests.request_limits import (
+    MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
@@ -26,6 +27,7 @@ from pdserve_router.text.parts import (
     Content,
     MessagePart,
     OutputPart,
+    Picture,
     Reasoning,
     join_calls,
     reasoning_of,
@@ -42,12 +44,14 @@ _MODES = {
 def check_chat(chat: pb2.ChatPrompt) -> None:
     """Raise InvalidRequestError for what has too many entries."""
     most_calls = max((len(message.tool_calls) for message in chat.messages), default=0)
+    most_parts = max((len(message.parts) for message in chat.messages), default=0)
     check_lengths(
         [
             ("messages", len(chat.messages), MAX_MESSAGES),
             ("tools", len(chat.tools), MAX_TOOLS),
             ("allowed_tools", len(chat.allowed_tools), MAX_TOOLS),
             ("tool_calls", most_calls, MAX_TOOL_CALLS),
+            ("parts", most_parts, MAX_CONTENT_PARTS),
         ]
     )
 
@@ -60,6 +64,7 @@ def chat_messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:
             parts=_parts(message, f"messages[{index}]"),
             name=message.name if message.HasField("name") else None,
             tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+            has_pictures=any(part.WhichOneof("part") == "picture" for part in message.parts),
         )
         for index, message in enumerate(chat.messages)
     ]
@@ -110,7 +115,7 @@ def _parts(message: pb2.ChatMessage, path: str) -> tuple[MessagePart, ...]:
     check_result(message.role, message.tool_call_id, field=f"{path}.tool_call_id")
     return (
         *((Reasoning(message.reasoning),) if message.reasoning else ()),
-        Content(message.content),
+        *_content(message, path),
         *(
             past_call(
                 id=call.id,
@@ -121,6 +126,32 @@ def _parts(message: pb2.ChatMessage, path: str) -> tuple[MessagePart, ...]:
             for index, call in enumerate(message.tool_calls)
         ),
     )
+
+
+def _content(message: pb2.ChatMessage, path: str) -> Sequence[Content | Picture]:
+    if not message.parts:
+        return (Content(message.content),)
+    if message.content:
+        field = f"{path}.parts"
+        raise InvalidRequestError(f"{field} and content are both set, set one", field=field)
+    return [
+        _part(part, message.role, f"{path}.parts[{index}]")
+        for index, part in enumerate(message.parts)
+    ]
+
+
+def _part(part: pb2.ContentPart, role: str, field: str) -> Content | Picture:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise InvalidRequestError(f"{field} is empty, set text or picture", field=field)
+    if kind == "text":
+        return Content(part.text)
+    if role != "user":
+        raise InvalidRequestError(
+            f"{field} is a picture in a message of role {role[:64]!r}, only a user shows any",
+            field=field,
+        )
+    return Picture(part.picture, field)
 
 
 def _tool(tool: pb2.Tool, index: int) -> dict[str, Any]:

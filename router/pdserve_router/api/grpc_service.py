@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,12 +14,18 @@ from google.protobuf.message import DecodeError
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import wire
 from pdserve_common.engine_types import FinishReason
-from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
+from pdserve_common.errors import (
+    ClientTooSlowError,
+    InvalidRequestError,
+    PdserveError,
+    error_from_engine,
+)
 from pdserve_common.rpc import status_of
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.grpc_chat import add_parts, chat_messages, chat_tools, check_chat
+from pdserve_router.api.grpc_pool import pool_response, pooling_input
 from pdserve_router.api.offload import write_off_loop
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.api.write_queue import WriteQueue
@@ -46,7 +52,7 @@ SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 TokenText = Callable[[int], str]
 R = TypeVar("R")
-M = TypeVar("M", pb2.GenerateRequest, pb2.TokenizeRequest, pb2.DetokenizeRequest)
+M = TypeVar("M", pb2.GenerateRequest, pb2.PoolRequest, pb2.TokenizeRequest, pb2.DetokenizeRequest)
 
 # How long a cut client has to take its status, which waits behind the data it does not read.
 _ABORT_TIMEOUT_S = 0.5
@@ -85,11 +91,13 @@ class InferenceService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         serialize = pb2.GenerateResponse.SerializeToString
+        pool = pb2.PoolResponse.SerializeToString
         list_models = pb2.ListModelsResponse.SerializeToString
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, response_serializer=serialize
             ),
+            "Pool": grpc.unary_unary_rpc_method_handler(self.Pool, response_serializer=pool),
             "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize),
             "Detokenize": grpc.unary_unary_rpc_method_handler(self.Detokenize),
             "ListModels": grpc.unary_unary_rpc_method_handler(
@@ -100,7 +108,8 @@ class InferenceService:
 
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         # Also when the call is cancelled: leaving ends the request on every worker.
-        with self._router.answering(), await self._take(raw, context) as live:
+        take = self._take(prepare_generate, raw, context)
+        with self._router.answering(), await take as live:
             params = live.core_request.sampling_params
             assert params is not None
             # Without detokenization tokens stay numbers, also those of logprobs.
@@ -112,16 +121,33 @@ class InferenceService:
                 live.cut(FinishReason.ABORT, error.to_engine_error())
                 await _cut(context, error)
 
-    async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
-        prepare = partial(self._prepare, raw, context, _call(context))
+    async def Pool(self, raw: bytes, context: grpc.aio.ServicerContext) -> pb2.PoolResponse:
+        take = self._take(prepare_pool, raw, context)
+        with self._router.answering(), await take as live:
+            output = await anext(live)
+        if output.error is not None:
+            raise error_from_engine(output.error)
+        assert output.metrics is not None, "it has ended"
+        context.set_trailing_metadata((*output.metrics.trailers(), _request_id_trailer(output)))
+        return pool_response(output, live.core_request, self._router.model_name)
+
+    async def _take(
+        self, job: Job[ProcessedInput], raw: bytes, context: grpc.aio.ServicerContext
+    ) -> LiveRequest:
+        prepare = partial(self._prepare, job, raw, context, _call(context))
         (live,) = await self._router.submit(prepare)
         return live
 
     async def _prepare(
-        self, raw: bytes, context: grpc.aio.ServicerContext, call: GrpcCall, limits: ModelLimits
+        self,
+        job: Job[ProcessedInput],
+        raw: bytes,
+        context: grpc.aio.ServicerContext,
+        call: GrpcCall,
+        limits: ModelLimits,
     ) -> Sequence[ProcessedInput]:
         most = self._router.max_request_bytes
-        processed = (await self._run(prepare_generate, raw, most, context, call, limits),)
+        processed = (await self._run(job, raw, most, context, call, limits),)
         self._edge.remember(processed)
         return processed
 
@@ -191,9 +217,14 @@ class InferenceService:
         limits = self._router.pool.limits
         if limits is None:
             return pb2.ListModelsResponse()
-        model = pb2.ModelInfo(id=self._router.model_name, max_model_len=limits.max_model_len)
+        shared: dict[str, Any] = {
+            "max_model_len": limits.max_model_len,
+            "tasks": sorted(limits.capabilities.tasks),
+            "embedding_size": limits.embedding_size,
+        }
+        model = pb2.ModelInfo(id=self._router.model_name, **shared)
         adapters = [
-            pb2.ModelInfo(id=each.name, max_model_len=limits.max_model_len, parent=model.id)
+            pb2.ModelInfo(id=each.name, parent=model.id, **shared)
             for each in self._router.pool.listed_adapters()
         ]
         return pb2.ListModelsResponse(models=[model, *adapters])
@@ -260,9 +291,32 @@ async def prepare_generate(
         ]
     )
     check_chat(request.chat)
+    if request.include_events and params.use_beam_search:
+        raise InvalidRequestError(
+            "include_events is set with beam search, which is many requests to workers",
+            field="include_events",
+        )
     generation = _generation_request(request, call)
     processor.check_constraint(generation, limits)
     return await processor.process(generation, limits)
+
+
+async def prepare_pool(
+    processor: InputProcessor, raw: bytes, call: GrpcCall, limits: ModelLimits
+) -> ProcessedInput:
+    """Parse, check and tokenize. Raises InvalidRequestError naming the field."""
+    request = _parse(pb2.PoolRequest, raw)
+    note_request_id(request.request_id)
+    pooling = pooling_input(
+        request,
+        request_id=request.request_id or _new_request_id(),
+        arrival_ns=call.arrival_ns,
+        deadline=call.deadline,
+        trace_headers=call.trace_headers,
+        tenant=call.tenant,
+        session=call.session,
+    )
+    return await processor.process_pooling(pooling, limits)
 
 
 async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -> bytes:
@@ -302,7 +356,7 @@ def _parse(cls: type[M], raw: bytes) -> M:
 def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> GenerationRequest:
     kind = request.WhichOneof("prompt")
     return GenerationRequest(
-        request_id=request.request_id or f"req-{secrets.token_hex(8)}",
+        request_id=request.request_id or _new_request_id(),
         model=request.model,
         lora_name=request.lora_name,
         text=request.text if kind == "text" else None,
@@ -319,7 +373,12 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         session=call.session,
         resume=tuple(map(_resumed_completion, request.resume)),
         prediction=request.prediction,
+        include_events=request.include_events,
     )
+
+
+def _new_request_id() -> str:
+    return f"req-{secrets.token_hex(8)}"
 
 
 def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
@@ -341,8 +400,12 @@ def _trailers(output: RequestOutput) -> tuple[tuple[str, str], ...]:
     return (
         *output.metrics.trailers(),
         ("pdserve-seed", str(output.seed)),
-        ("pdserve-request-id", output.request_id[:MAX_REQUEST_ID_CHARS]),
+        _request_id_trailer(output),
     )
+
+
+def _request_id_trailer(output: RequestOutput) -> tuple[str, str]:
+    return ("pdserve-request-id", output.request_id[:MAX_REQUEST_ID_CHARS])
 
 
 def _response(output: RequestOutput, token_text: TokenText | None) -> pb2.GenerateResponse:
@@ -380,6 +443,8 @@ def _completion_to_proto(
         origin=completion.origin,
     )
     add_parts(message, completion.parts)
+    for event in completion.events:
+        message.events.add(**asdict(event))
     if completion.logprobs is not None:
         message.logprobs.CopyFrom(
             wire.logprobs_to_proto(completion.logprobs, token_text=token_text)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import select
 import socket
 import ssl
 from collections import Counter
@@ -40,6 +42,8 @@ HEADERS_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
 # A connection without a request makes room for another when it has been so for this long.
 MIN_IDLE_S = 2.0
+# Of those that are idle, in search of one that is so indeed.
+_NUM_LOOKED_AT = 16
 # A refusal is lost if the connection is closed while its client still sends.
 LINGER_S = 1.0
 _TLS_CLOSE_TIMEOUT_S = 5.0
@@ -153,12 +157,11 @@ class Connections:
 
     def _oldest_idle(self, address: str | None) -> "LimitedProtocol | None":
         until = asyncio.get_running_loop().time() - MIN_IDLE_S
-        for connection, since in self._idle.items():
-            if since > until:
-                return None
-            if address in (None, connection.address):
-                return connection
-        return None
+        old = itertools.takewhile(lambda each: self._idle[each] <= until, self._idle)
+        # One without a transport shakes hands, for which it has a time of its own.
+        of_address = (each for each in old if each.transport and address in (None, each.address))
+        few = itertools.islice(of_address, _NUM_LOOKED_AT)
+        return next((each for each in few if not each.has_unread()), None)
 
     def _cut(self, connection: "LimitedProtocol") -> None:
         self.on_limit(MADE_ROOM)
@@ -258,6 +261,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
 
         self.scope["state"][_CONNECTION] = self
+
+    def has_unread(self) -> bool:
+        """Its client has sent what this process had no time to read."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:  # it has just been lost
+            return False
+        poller = select.poll()
+        poller.register(sock.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
 
     @property
     def is_write_paused(self) -> bool:

@@ -13,7 +13,7 @@ from pdserve_router.api.http_connections import Connections, LimitedProtocol, Li
 
 _BACKLOG = 2048
 # Applications learn of a cut connection within a turn of the event loop.
-_CUT_TIMEOUT_S = 1.0
+CUT_TIMEOUT_S = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +108,7 @@ class HttpServer:
         for connection in list(server.server_state.connections):
             if connection.transport:
                 connection.transport.abort()
-        _, running = await asyncio.wait([task], timeout=_CUT_TIMEOUT_S)
+        _, running = await asyncio.wait([task], timeout=CUT_TIMEOUT_S)
         for left in (*running, *(server.server_state.tasks if running else ())):
             left.cancel()
 

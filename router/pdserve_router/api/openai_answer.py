@@ -1,16 +1,16 @@
 """Sending what the prompts of one request bring, as a stream or as a whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Send
 
-from pdserve_common.errors import error_from_engine
+from pdserve_common.errors import PdserveError, error_from_engine
 from pdserve_router.api.merged_outputs import MergedOutputs
 from pdserve_router.api.offload import write_all_off_loop, write_off_loop
-from pdserve_router.api.openai_format import AnswerFormat, EchoedPrompt, error_event
+from pdserve_router.api.openai_format import EchoedPrompt
 from pdserve_router.api.openai_request import AnswerOptions
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.requests.outputs import RequestOutput, Usage
@@ -22,6 +22,42 @@ _SLICE_BYTES = 64 * 1024
 
 _END_MESSAGE = {"type": "http.response.body", "body": b""}
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+class AnswerFormat(Protocol):
+    """Writes what one prompt of a request brings, as an endpoint has it."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt, for an echo of it."""
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Also of an echoed prompt."""
+
+    def first_events(self, prompt: EchoedPrompt | None = None) -> bytes:
+        """Return what comes before the first text, with the prompt if that is given."""
+
+    def events(self, output: RequestOutput) -> bytes:
+        """Return what an output adds."""
+
+    def text_event(self, text: str, token_ids: Sequence[int], *, index: int = 0) -> bytes:
+        """Return what some text adds to a completion."""
+
+    def text_events(self, output: RequestOutput) -> bytes:
+        """Return the text of an output that an error will follow."""
+
+    def end_events(self, usage: Usage, metrics: RequestMetrics) -> bytes:
+        """Return what ends a stream, whose prompts had these together."""
+
+    def error_events(self, error: PdserveError) -> bytes:
+        """Return what ends a stream that has already begun."""
+
+    def whole(self, output: RequestOutput, prompt: EchoedPrompt | None = None) -> Any:
+        """Return what `answer` takes of a finished request."""
+
+    def answer(self, wholes: Sequence[Any], usage: Usage, metrics: RequestMetrics) -> bytes:
+        """Return the whole answer of all prompts together, as JSON."""
 
 
 class Answer:
@@ -46,7 +82,8 @@ class Answer:
                 prompt = self._echoed(index, output)
                 data = await write_off_loop(output, partial(form.first_events, prompt))
             if output.error is not None:  # merged outputs may hold text besides their error
-                data += form.text_events(output) + error_event(error_from_engine(output.error))
+                data += form.text_events(output)
+                data += form.error_events(error_from_engine(output.error))
                 await _send_body(data, send, guard)
                 break
             data += await write_off_loop(output, partial(form.events, output))
@@ -70,26 +107,21 @@ class Answer:
             self._endings[index] = output
             last = output
         prompts = [self._echoed(index, self._endings[index]) for index in range(len(self._forms))]
-        write = partial(self._body, prompts)
-        # An answer with logprobs may have megabytes: this is several times as fast as json.
-        body = await write_all_off_loop(self._endings.values(), lambda: to_json(write()))
+        write = partial(self._body, prompts, _metrics(last))
+        body = await write_all_off_loop(self._endings.values(), write)
         headers = {
             **dict(_metrics(last).trailers()),
             "pdserve-seed": str(last.seed),
             "x-request-id": last.request_id,
         }
-        answer = Response(body, media_type="application/json", headers=headers)
-        await guard.write(send(_start_message(answer.raw_headers)))
-        await _send_body(answer.body, send, guard)
-        await guard.write(send(_END_MESSAGE))
+        await send_json(body, headers, send, guard)
 
-    def _body(self, prompts: Sequence[EchoedPrompt | None]) -> dict[str, object]:
-        choices: list[dict[str, object]] = []
-        beside: dict[str, object] = {}
-        for index, (form, prompt) in enumerate(zip(self._forms, prompts, strict=True)):
-            more, beside = form.whole(self._endings[index], prompt)
-            choices += more
-        return self._forms[0].answer(choices, beside, self._usage())
+    def _body(self, prompts: Sequence[EchoedPrompt | None], metrics: RequestMetrics) -> bytes:
+        wholes = [
+            form.whole(self._endings[index], prompt)
+            for index, (form, prompt) in enumerate(zip(self._forms, prompts, strict=True))
+        ]
+        return self._forms[0].answer(wholes, self._usage(), metrics)
 
     def _usage(self) -> Usage:
         usages = [output.usage for output in self._endings.values()]
@@ -104,6 +136,14 @@ class Answer:
             token_ids=form.prompt_token_ids,
             logprobs=output.prompt_logprobs if form.shows_logprobs else None,
         )
+
+
+async def send_json(body: bytes, headers: Mapping[str, str], send: Send, guard: StallGuard) -> None:
+    """Send a whole answer; return when little of it is left to send."""
+    answer = Response(body, media_type="application/json", headers=headers)
+    await guard.write(send(_start_message(answer.raw_headers)))
+    await _send_body(answer.body, send, guard)
+    await guard.write(send(_END_MESSAGE))
 
 
 async def _chain(first: tuple[int, RequestOutput], rest: MergedOutputs) -> MergedOutputs:

@@ -2,26 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve_common.engine_types import FinishReason
-from pdserve_common.errors import ClientTooSlowError
+from pdserve_common.errors import ClientTooSlowError, RequestAbortedError
 from pdserve_common.validation import validate_request_id
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.http_body import address_of, most_bytes, read_in_time
 from pdserve_router.api.http_connections import connection_of
 from pdserve_router.api.merged_outputs import merged_outputs
-from pdserve_router.api.openai_answer import Answer, raise_error
+from pdserve_router.api.openai_answer import Answer, AnswerFormat, raise_error
 from pdserve_router.api.openai_fields import UnknownFields
-from pdserve_router.api.openai_format import AnswerFormat
-from pdserve_router.api.openai_request import AnswerOptions, Body, HttpCall, prepare
+from pdserve_router.api.openai_format import ChoicesFormat
+from pdserve_router.api.openai_request import AnswerOptions, Body, GenerationCall, prepare
 from pdserve_router.api.openai_tokenize import Result
 from pdserve_router.api.openai_types import ChatCompletionBody
+from pdserve_router.api.responses_format import ResponseFormat
+from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.api.text_writer import TextWriter
 from pdserve_router.api.write_queue import WriteQueue
@@ -76,7 +79,7 @@ class JobEndpoint:
 
 
 class GenerationEndpoint:
-    """An ASGI application for one of the two POST endpoints."""
+    """An ASGI application for one of the POST endpoints that generate."""
 
     def __init__(
         self,
@@ -94,7 +97,6 @@ class GenerationEndpoint:
         self._unknown_fields = unknown_fields
         self._edge = edge
         self._body = body
-        self._is_chat = body is ChatCompletionBody
         self._client_stall_timeout_s = client_stall_timeout_s
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
@@ -114,33 +116,25 @@ class GenerationEndpoint:
         """Read a body and send off what it asks for, a request for each prompt; from when it is
         read, it is being answered.
         """
-        call = self._call(Request(scope))
+        call = GenerationCall(
+            body=self._body,
+            max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
+            **call_fields(Request(scope)),
+        )
         client = address_of(scope)
-        with self._edge.hold(client) as held:
+        with ExitStack() as holding:
+            held = holding.enter_context(self._edge.hold(client))
             most = most_bytes(self._router, self._max_body_bytes)
             raw = await read_in_time(
                 Request(scope, receive), most, held, timeout_s=self._body_timeout_s
             )
             answering.enter_context(self._router.answering())
-            preparation = _Preparation(self._edge, raw, call, client)
-            lives = await self._router.submit(preparation)
+            preparation = _Preparation(self._edge, raw, call, client, holding)
+            del raw
+            async with leave_on_disconnect(receive):
+                lives = await self._router.submit(preparation)
         assert preparation.options is not None, "a request that was taken is prepared"
         return lives, preparation.options
-
-    def _call(self, http: Request) -> HttpCall:
-        arrival_ns = time.monotonic_ns()
-        request_id = http.headers.get("x-request-id", "")
-        if request_id:
-            validate_request_id(request_id)
-        return HttpCall(
-            body=self._body,
-            request_id=request_id,
-            arrival_ns=arrival_ns,
-            trace_headers=trace_context(http.headers),
-            tenant=tenant_var.get(),
-            session=session_id(http.headers),
-            max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
-        )
 
     async def _answer(
         self,
@@ -153,7 +147,7 @@ class GenerationEndpoint:
         forms = [self._form(options, live, index) for index, live in enumerate(lives)]
         answer = Answer(forms, options)
         async with (
-            _abort_on_disconnect(lives, receive) as disconnected,
+            abort_on_disconnect(lives, receive) as disconnected,
             aclosing(merged_outputs(lives)) as outputs,
         ):
             # An error before the first token still becomes a status.
@@ -170,18 +164,27 @@ class GenerationEndpoint:
             except ClientTooSlowError as error:
                 for live in lives:
                     live.cut(FinishReason.ABORT, error.to_engine_error())
-                connection_of(scope).cut()
-                await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+                await cut_connection(scope, disconnected)
 
     def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:
         request = live.core_request
         params, lora = request.sampling_params, request.lora_request
         assert params is not None
-        return AnswerFormat(
-            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.external_req_id}",
-            model=self._router.model_name if lora is None else lora.lora_name,
+        model = self._router.model_name if lora is None else lora.lora_name
+        if self._body is ResponsesBody:
+            return ResponseFormat(
+                request_id=str(request.external_req_id),
+                model=model,
+                created=int(time.time()),
+                repeated_fields=options.repeated_fields,
+                include_metrics=options.include_metrics,
+            )
+        is_chat = self._body is ChatCompletionBody
+        return ChoicesFormat(
+            answer_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request.external_req_id}",
+            model=model,
             created=int(time.time()),
-            is_chat=self._is_chat,
+            is_chat=is_chat,
             tokenizer=self._router.tokenizer,
             prompt_token_ids=request.prompt_token_ids,
             first_index=index * params.n,
@@ -198,14 +201,31 @@ class GenerationEndpoint:
         )
 
 
-class _Preparation:
-    """Makes tokens of a body; knows afterwards how that wants its answer."""
+async def cut_connection(scope: Scope, disconnected: asyncio.Event) -> None:
+    """Leave a client that does not read; `disconnected` is `abort_on_disconnect`'s."""
+    connection_of(scope).cut()
+    await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
 
-    def __init__(self, edge: EdgeProcesses, raw: bytes, call: HttpCall, client: str) -> None:
+
+class _Preparation:
+    """Makes tokens of a body, which is let go then: a request may wait long for its turn. Knows
+    afterwards how that wants its answer.
+    """
+
+    def __init__(
+        self,
+        edge: EdgeProcesses,
+        raw: bytes,
+        call: GenerationCall,
+        client: str,
+        holding: ExitStack,
+    ) -> None:
+        """`holding` counts the body until it is closed."""
         self._edge = edge
         self._raw = raw
         self._call = call
         self._client = client
+        self._holding = holding
         self.options: AnswerOptions | None = None
 
     async def __call__(self, limits: ModelLimits) -> Sequence[ProcessedInput]:
@@ -218,22 +238,75 @@ class _Preparation:
             is_small=is_small(self._raw, b"{"),
         )
         self._edge.remember(processed)
+        self._raw = b""
+        self._holding.close()
         return processed
 
 
+def call_fields(http: Request) -> dict[str, Any]:
+    """Return the fields of an HttpCall. Raises InvalidRequestError for a header."""
+    arrival_ns = time.monotonic_ns()
+    request_id = http.headers.get("x-request-id", "")
+    if request_id:
+        validate_request_id(request_id)
+    return {
+        "request_id": request_id,
+        "arrival_ns": arrival_ns,
+        "trace_headers": trace_context(http.headers),
+        "tenant": tenant_var.get(),
+        "session": session_id(http.headers),
+    }
+
+
+class Abortable(Protocol):
+    """What a client may leave."""
+
+    def abort(self) -> None:
+        """End it. Does nothing after the end."""
+
+
 @asynccontextmanager
-async def _abort_on_disconnect(
-    lives: Sequence[LiveRequest], receive: Receive
+async def leave_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what the block waits for when its client disconnects, and raise RequestAbortedError:
+    a request that waits for its turn has nothing yet that could be aborted.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "an ASGI application runs in a task"
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_gone:
+            raise
+        raise RequestAbortedError("the client cancelled the request") from None
+    finally:
+        # From here on it cancels nothing: what the block has brought is the caller's.
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+@asynccontextmanager
+async def abort_on_disconnect(
+    parts: Collection[Abortable], receive: Receive
 ) -> AsyncIterator[asyncio.Event]:
-    """End the requests when their client disconnects; the event says that it did."""
+    """End what a call has under way when its client disconnects; the event says that it did."""
     disconnected = asyncio.Event()
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         disconnected.set()
-        for live in lives:
-            live.abort()
+        for part in parts:
+            part.abort()
 
     task = asyncio.create_task(watch())
     try:

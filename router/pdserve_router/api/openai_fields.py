@@ -68,6 +68,54 @@ REFUSED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
+# Of responses: what they alone have, and what of the other endpoints they have not, or call
+# otherwise.
+REFUSED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (None, False),
+    "background": (None, False),
+    "best_of": (None, 1),
+    "conversation": (None,),
+    "early_stopping": (None, False),
+    "echo": (None, False),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1, 1.0),
+    "logprobs": (None, False),
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
+    "max_tool_calls": (None,),
+    "messages": (None,),
+    "n": (None, 1),
+    "previous_response_id": (None, ""),
+    "prompt": (None,),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None,),
+    "return_token_ids": (None, False),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+    "use_beam_search": (None, False),
+}
+# Of requests for vectors.
+REFUSED_IN_POOLING: Mapping[str, tuple[object, ...]] = {
+    "chat_template": (None,),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "instruction": (None, ""),
+    "messages": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "normalize": (None,),
+    "padding": (None, "do_not_pad"),
+    "stream": (None, False),
+}
+REFUSED_IN_RERANK: Mapping[str, tuple[object, ...]] = {
+    "max_chunks_per_doc": (None,),
+    "max_tokens_per_doc": (None,),
+    "rank_fields": (None, []),
+}
 # Of messages: what answers have may come back, as null or empty.
 REFUSED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),

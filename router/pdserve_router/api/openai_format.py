@@ -19,6 +19,7 @@ from pdserve_router.api.openai_logprobs import (
 from pdserve_router.api.openai_parts import delta_object, message_object
 from pdserve_router.requests.outputs import CompletionOutput, RequestOutput, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.requests.tenant_account import RateLimitError
 from pdserve_router.text.parts import Content, Reasoning, ToolCallDelta
 from pdserve_router.text.tokenizer import Tokenizer
 
@@ -74,6 +75,8 @@ def error_object(error: PdserveError) -> dict[str, Any]:
     code = error.code.name.lower()
     if isinstance(error, ModelNotFoundError):
         code = "model_not_found"
+    elif isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
     return plain_error_object(
         error.message,
         status=status,
@@ -108,6 +111,10 @@ def error_event(error: PdserveError) -> bytes:
     return _event(error_object(error))
 
 
+# The choices of a request, and what stands beside them.
+Whole = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoedPrompt:
     """A prompt that an answer begins with."""
@@ -119,7 +126,7 @@ class EchoedPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerFormat:
+class ChoicesFormat:
     """Writes what one prompt of a request brings, for one of the two endpoints."""
 
     answer_id: str
@@ -207,9 +214,7 @@ class AnswerFormat:
             for item in output.outputs
         )
 
-    def whole(
-        self, output: RequestOutput, prompt: EchoedPrompt | None = None
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def whole(self, output: RequestOutput, prompt: EchoedPrompt | None = None) -> Whole:
         """Return the choices of a finished request, behind its prompt if that is given, and what
         of the prompt stands beside them.
         """
@@ -225,13 +230,17 @@ class AnswerFormat:
         # As in vLLM: of a chat once, of a completion in each choice.
         return [{**choice, **of_prompt} for choice in choices], {}
 
-    def answer(
-        self, choices: list[dict[str, Any]], beside: dict[str, Any], usage: Usage
-    ) -> dict[str, Any]:
-        """Return the whole answer of all prompts together."""
+    def answer(self, wholes: Sequence[Whole], usage: Usage, metrics: RequestMetrics) -> bytes:
+        """Return the whole answer of all prompts together, as JSON."""
         name = "chat.completion" if self.is_chat else "text_completion"
+        choices = [choice for whole in wholes for choice in whole[0]]
         shown = usage_object(self._shown_usage(usage))
-        return {**self._frame(name, choices), "usage": shown, **beside}
+        # An answer with logprobs may have megabytes: this is several times as fast as json.
+        return to_json({**self._frame(name, choices), "usage": shown, **wholes[-1][1]})
+
+    def error_events(self, error: PdserveError) -> bytes:
+        """Return what ends a stream that has already begun."""
+        return error_event(error)
 
     def _event_of(self, completion: CompletionOutput) -> bytes:
         if completion.is_text_alone:

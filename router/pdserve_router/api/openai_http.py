@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from prometheus_client import Counter
 from starlette.applications import Starlette
@@ -30,6 +31,8 @@ from pdserve_router.api.openai_request import Body
 from pdserve_router.api.openai_tokenize import Result, detokenize, tokenize
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.api.openapi import docs_page, openapi
+from pdserve_router.api.pooling_endpoint import POOLING_PATHS, PoolingEndpoint
+from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.request_log import note_error
 from pdserve_router.router import Router
@@ -45,8 +48,11 @@ def build_app(
     edge: EdgeProcesses,
     unknown_fields: Counter,
     has_lora_updates: bool = False,
+    labels: Mapping[int, str] = MappingProxyType({}),
 ) -> "BareGeneration":
-    """Return the ASGI application. `unknown_fields` counts by field."""
+    """Return the ASGI application. `unknown_fields` counts by field; `labels` are the names of a
+    classifier's.
+    """
     unknown = UnknownFields(unknown_fields)
 
     def endpoint(body: type[Body]) -> GenerationEndpoint:
@@ -71,6 +77,20 @@ def build_app(
             unknown_fields=unknown,
         )
 
+    pooling = {
+        path: PoolingEndpoint(
+            router,
+            prepare,
+            make_answer,
+            labels=labels,
+            client_stall_timeout_s=client_stall_timeout_s,
+            max_body_bytes=max_body_bytes,
+            body_timeout_s=body_timeout_s,
+            edge=edge,
+            unknown_fields=unknown,
+        )
+        for path, (prepare, make_answer) in POOLING_PATHS.items()
+    }
     updates = LoraEndpoints(router, edge, body_timeout_s=body_timeout_s, unknown_fields=unknown)
     info = InfoEndpoints(router)
     pages = {
@@ -83,10 +103,12 @@ def build_app(
     generation = {
         "/v1/completions": endpoint(CompletionBody),
         "/v1/chat/completions": endpoint(ChatCompletionBody),
+        "/v1/responses": endpoint(ResponsesBody),
     }
     others = Starlette(
         routes=[
             *(Route(path, app, methods=["POST"]) for path, app in generation.items()),
+            *(Route(path, app, methods=["POST"]) for path, app in pooling.items()),
             Route("/v1/models", info.list_models),
             Route("/v1/models/{model:path}", info.get_model),
             Route("/tokenize", job(tokenize), methods=["POST"]),
@@ -150,7 +172,8 @@ class InfoEndpoints:
     async def health(self, request: Request) -> Response:
         if self._router.is_ready:
             return JSONResponse({"status": "ok"})
-        reason = "draining" if self._router.is_draining else "no decode worker is ready"
+        name = self._router.pool.answering_name
+        reason = "draining" if self._router.is_draining else f"no {name} is ready"
         return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
     async def version(self, request: Request) -> Response:
@@ -171,7 +194,10 @@ class InfoEndpoints:
             "created": self._created,
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits is not None else None,
+            "tasks": sorted(limits.capabilities.tasks) if limits is not None else None,
         }
+        if limits is not None and limits.embedding_size:
+            model["embedding_size"] = limits.embedding_size
         adapters = self._router.pool.listed_adapters()
         return [model, *({**model, "id": each.name, "parent": model["id"]} for each in adapters)]
 

@@ -13,22 +13,35 @@ from pdserve_router.api.openai_fields import (
     check_refused,
 )
 from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA, Items
+from pdserve_router.api.openai_pictures import (
+    PICTURE_PART,
+    check_picture_names,
+    is_picture_part,
+    picture_of,
+)
 from pdserve_router.requests.request_limits import (
     MAX_ANNOTATIONS,
     MAX_CONTENT_PARTS,
+    MAX_PICTURES,
     MAX_TOOL_CALLS,
     check_num_entries,
 )
 from pdserve_router.requests.tool_use import check_result, past_call
 from pdserve_router.text.messages import ChatMessage
-from pdserve_router.text.parts import Content, MessagePart, Reasoning, ToolCall
+from pdserve_router.text.parts import Content, MessagePart, Picture, Reasoning, ToolCall
 
 _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": TEXT_SCHEMA},
     "required": ["type", "text"],
 }
-_CONTENT = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": _PART}, {"type": "null"}]}
+_CONTENT = {
+    "anyOf": [
+        TEXT_SCHEMA,
+        {"type": "array", "items": {"anyOf": [_PART, PICTURE_PART]}},
+        {"type": "null"},
+    ]
+}
 
 
 class CalledFunctionBody(BaseModel):
@@ -63,7 +76,10 @@ class ChatMessageBody(BaseModel):
     role: str
     """system or developer, user, assistant, tool."""
     content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
-    """A text, or a list of {"type": "text", "text": ...}; an assistant's may be null."""
+    """A text, or a list of {"type": "text", "text": ...} and, of a user and where the model takes
+    pictures, {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}; an
+    assistant's may be null.
+    """
     name: str | None = None
     """Of who speaks, for the chat template."""
     reasoning: str | None = None
@@ -78,15 +94,29 @@ class ChatMessageBody(BaseModel):
 
 def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
     """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
-    return [
-        ChatMessage(
-            role=message.role,
-            parts=_parts(message, f"messages[{index}]"),
-            name=message.name,
-            tool_call_id=message.tool_call_id,
+    check_num_pictures(messages)
+    return [_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _chat_message(message: ChatMessageBody, path: str) -> ChatMessage:
+    parts = _parts(message, path)
+    is_list = isinstance(message.content, list)
+    return ChatMessage(
+        role=message.role,
+        parts=parts,
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        has_pictures=is_list and any(isinstance(part, Picture) for part in parts),
+    )
+
+
+def check_num_pictures(messages: Sequence[ChatMessageBody]) -> None:
+    """Raise InvalidRequestError if there are more than any request may have."""
+    lists = [message.content for message in messages if isinstance(message.content, list)]
+    if sum(is_picture_part(part) for parts in lists for part in parts) > MAX_PICTURES:
+        raise InvalidRequestError(
+            f"messages has more than {MAX_PICTURES} pictures", field="messages"
         )
-        for index, message in enumerate(messages)
-    ]
 
 
 _MESSAGE_FIELDS = ChatMessageBody.model_fields.keys()
@@ -115,6 +145,8 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
             for part in parts:
                 if isinstance(part, dict) and part.get("type") == "text":
                     unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
+                elif is_picture_part(part):
+                    check_picture_names(part, unknown)
 
 
 def _parts(message: ChatMessageBody, path: str) -> tuple[MessagePart, ...]:
@@ -137,8 +169,8 @@ def _tool_call(call: ToolCallBody, path: str) -> ToolCall:
     )
 
 
-def _content(message: ChatMessageBody, field: str) -> tuple[Content, ...]:
-    """Return what a message says: a string, or a list of text parts."""
+def _content(message: ChatMessageBody, field: str) -> tuple[Content | Picture, ...]:
+    """Return what a message says and shows: a string, or a list of parts."""
     content = message.content
     if isinstance(content, str):
         return (Content(content),)
@@ -148,15 +180,26 @@ def _content(message: ChatMessageBody, field: str) -> tuple[Content, ...]:
         return ()
     if not isinstance(content, list):
         raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
-    return tuple(Content(part_text(part, field)) for part in content)
+    return tuple(_part(part, message.role, field, i) for i, part in enumerate(content))
 
 
-def part_text(part: object, field: str) -> str:
+def _part(part: object, role: str, field: str, index: int) -> Content | Picture:
+    if not is_picture_part(part):
+        return Content(part_text(part, field, served="'text' and 'image_url' are served"))
+    if role != "user":
+        raise InvalidRequestError(
+            f"{field} has a picture in a message of role {role[:64]!r}, only a user shows any",
+            field=field,
+        )
+    return picture_of(part, f"{field}[{index}].image_url")
+
+
+def part_text(part: object, field: str, *, served: str = "only 'text' is served") -> str:
     """Return the text of a part. Raises InvalidRequestError, which names the field, for others."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or kind != "text":
         raise InvalidRequestError(
-            f"{field} has a part of type {str(kind)[:64]!r}, only 'text' is served", field=field
+            f"{field} has a part of type {str(kind)[:64]!r}, {served}", field=field
         )
     text = part.get("text")
     if not isinstance(text, str):

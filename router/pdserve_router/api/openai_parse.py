@@ -1,6 +1,5 @@
 """From a body's bytes to its model; every refusal names the field."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -8,9 +7,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.api.openai_fields import WITHOUT_EFFECT, UnknownNames, check_refused
+from pdserve_router.api.openai_fields import UnknownNames, check_refused
 from pdserve_router.api.openai_messages import check_messages
-from pdserve_router.api.openai_model import MAX_ERRORS, TOO_MANY
+from pdserve_router.api.openai_model import MAX_ERRORS, TOO_MANY, RequestBody
 from pdserve_router.api.openai_structured import ResponseFormatBody
 from pdserve_router.api.openai_tools import check_tools
 from pdserve_router.api.openai_types import (
@@ -18,6 +17,13 @@ from pdserve_router.api.openai_types import (
     GenerationBody,
     RepetitionDetectionBody,
     StreamOptions,
+)
+from pdserve_router.api.responses_items import check_input
+from pdserve_router.api.responses_types import (
+    ReasoningBody,
+    ResponsesBody,
+    TextBody,
+    check_function_tools,
 )
 from pdserve_router.requests.request_limits import MAX_ENTRIES, check_num_entries
 
@@ -34,23 +40,18 @@ def parse_body(cls: type[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
     values = json_object(raw)
     for name in MAX_ENTRIES.keys() & values.keys():
         check_num_entries(name, values[name], MAX_ENTRIES[name])
-    check_refused(values, cls.refused)
-    unknown = UnknownNames()
-    unknown.add(values.keys() - _known_names(cls))
+    unknown = check_names(cls, values)
     for name in _NESTED.keys() & values.keys():
         if isinstance(values[name], dict):
             unknown.add(values[name].keys() - _NESTED[name], path=f"{name}.")
     if cls is ChatCompletionBody:
         check_messages(values.get("messages"), unknown)
         check_tools(values.get("tools"), unknown)
+    elif cls is ResponsesBody:
+        check_input(values.get("input"), unknown)
+        check_function_tools(values.get("tools"), unknown)
     body = validate(cls, values)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs is set with stream: true, chunks have no place for it",
-            field="prompt_logprobs",
-        )
+    body.check_stream()
     return body, unknown.names()
 
 
@@ -78,15 +79,20 @@ def validate(cls: type[_Model], values: Mapping[str, object]) -> _Model:
         raise _invalid(error) from error
 
 
-@functools.cache
-def _known_names(cls: type[GenerationBody]) -> frozenset[str]:
-    return frozenset((*cls.model_fields, *cls.refused, *WITHOUT_EFFECT))
+def check_names(cls: type[RequestBody], values: Mapping[str, object]) -> UnknownNames:
+    """Return the names of unknown fields. Raises InvalidRequestError for what is not served."""
+    check_refused(values, cls.refused)
+    unknown = UnknownNames()
+    unknown.add(values.keys() - cls.known_names())
+    return unknown
 
 
 _NESTED = {
     "stream_options": StreamOptions.model_fields.keys(),
     "repetition_detection": RepetitionDetectionBody.model_fields.keys(),
     "response_format": ResponseFormatBody.model_fields.keys(),
+    "reasoning": ReasoningBody.model_fields.keys(),
+    "text": TextBody.model_fields.keys(),
 }
 _BRANCHES = ("str", "list[str]", "bool", "literal['never']")
 

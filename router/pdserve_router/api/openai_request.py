@@ -9,22 +9,23 @@ from dataclasses import dataclass
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import DRAWN_SEED_BITS, validate_request_id
+from pdserve_router.api.openai_model import session_of
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, StreamOptions
+from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
 from pdserve_router.workers.model_limits import ModelLimits
 
-Body = CompletionBody | ChatCompletionBody
+Body = CompletionBody | ChatCompletionBody | ResponsesBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
     """What is known of a request besides its body."""
 
-    body: type[Body]
     # "" if only the body may say it.
     request_id: str
     arrival_ns: int
@@ -33,6 +34,21 @@ class HttpCall:
     tenant: str
     # "" if only the body may say it.
     session: str
+
+    def request_id_or(self, named: str | None) -> str:
+        """Return the request's name, which its body may tell, too; made if nobody does. Raises
+        InvalidRequestError.
+        """
+        request_id = self.request_id or named or secrets.token_hex(12)
+        validate_request_id(request_id)
+        return request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCall(HttpCall):
+    """And of one that generates."""
+
+    body: type[Body]
     # As in GenerationRequest.
     max_logprob_entries: int
 
@@ -52,17 +68,30 @@ class AnswerOptions:
     shows_reasoning: bool
     # Of echoed prompts, one for each.
     prompt_texts: tuple[str, ...]
+    # As in GenerationBody.
+    repeated_fields: bytes
     # Names of fields that nobody knows.
     unknown_fields: tuple[str, ...]
 
 
 async def prepare(
-    processor: InputProcessor, raw: bytes, call: HttpCall, limits: ModelLimits
+    processor: InputProcessor, raw: bytes, call: GenerationCall, limits: ModelLimits
 ) -> tuple[tuple[ProcessedInput, ...], AnswerOptions]:
     """Parse, check and tokenize, prompt by prompt. Raises InvalidRequestError naming the field."""
     if len(raw) > INLINE_BYTES:
         check_json_counts(raw, max_token_ids=limits.max_model_len + limits.vocab_size)
     body, unknown_fields = parse_body(call.body, raw)
+    try:
+        processed, texts = await _process(processor, body, call, limits)
+    except InvalidRequestError as error:
+        raise body.own_error(error) from error
+    return processed, _answer_options(body, texts, unknown_fields)
+
+
+async def _process(
+    processor: InputProcessor, body: Body, call: GenerationCall, limits: ModelLimits
+) -> tuple[tuple[ProcessedInput, ...], tuple[str, ...]]:
+    """Return the prompts, and the texts of those that are echoed."""
     requests = _generation_requests(body, call)
     if body.stream:
         _check_streamable(requests[0].sampling_params)
@@ -77,7 +106,7 @@ async def prepare(
         texts = [
             await _prompt_text(processor, *pair) for pair in zip(requests, processed, strict=True)
         ]
-    return tuple(processed), _answer_options(body, tuple(texts), unknown_fields)
+    return tuple(processed), tuple(texts)
 
 
 async def _prompt_text(
@@ -98,23 +127,23 @@ def _answer_options(
         include_usage=bool(stream.include_usage),
         continuous_usage=bool(stream.continuous_usage_stats),
         include_metrics=bool(stream.include_metrics),
-        returns_token_ids=bool(body.return_token_ids),
-        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        returns_token_ids=body.returns_token_ids,
+        shows_prompt_logprobs=body.shows_prompt_logprobs,
         is_prompt_only=body.is_prompt_only,
         echoes_prompt=body.echoes_prompt,
         shows_reasoning=body.shows_reasoning,
         prompt_texts=prompt_texts,
+        repeated_fields=body.repeated_fields,
         unknown_fields=unknown_fields,
     )
 
 
-def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
+def _generation_requests(body: Body, call: GenerationCall) -> list[GenerationRequest]:
     """Return one for each prompt. Their answers come as one: the limit of what may be in that is
     theirs together.
     """
     prompts = body.prompt_inputs()
-    request_id = call.request_id or body.request_id or secrets.token_hex(12)
-    validate_request_id(request_id)
+    request_id = call.request_id_or(body.request_id)
     constraint = body.constraint()
     params = body.sampling_params()
     if constraint is not None:
@@ -135,7 +164,7 @@ def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
             max_logprob_entries=call.max_logprob_entries // len(prompts),
             trace_headers=call.trace_headers,
             tenant=call.tenant,
-            session=call.session or body.session,
+            session=call.session or session_of(body.user),
             **prompt,
         )
         for prompt in prompts

@@ -1,7 +1,7 @@
 """Constraints on answers as clients of OpenAI and vLLM ask for them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -132,6 +132,27 @@ def constraint_of(
         *_of_values("structured_outputs.", _values_of(structured_outputs)),
         *_of_values("guided_", guided),
     ]
+    return _only(found)
+
+
+def text_constraint(
+    kind: str,
+    schema: dict[str, Any] | None,
+    structured_outputs: StructuredOutputsBody | None,
+) -> Constraint | None:
+    """The same of a response, whose text.format has this type and schema."""
+    field = "text.format"
+    found = [*_of_values("structured_outputs.", _values_of(structured_outputs))]
+    if kind == "json_object":
+        found.append(Constraint(field=field, params=StructuredOutputsParams(json_object=True)))
+    elif kind == "json_schema":
+        if schema is None:
+            raise _missing(f"{field}.schema")
+        found += _of_values(f"{field}.", {"schema": schema})
+    return _only(found)
+
+
+def _only(found: Sequence[Constraint]) -> Constraint | None:
     if len(found) > 1:
         first, second, *_ = (each.field for each in found)
         raise InvalidRequestError(

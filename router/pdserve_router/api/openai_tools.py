@@ -76,13 +76,17 @@ def check_tools(tools: object, unknown: UnknownNames) -> None:
 
 
 def tool_use(
-    tools: Sequence[ToolBody] | None, choice: object, *, is_parallel: bool
+    tools: Sequence[ToolBody] | None,
+    choice: object,
+    *,
+    is_parallel: bool,
+    name_field: str = "tools[{}].function.name",
 ) -> ToolUse | None:
     """Return what an answer may call; None: nothing. Raises InvalidRequestError naming the
-    field.
+    field, that of a name with a place for its number.
     """
     tools = tools or ()
-    check_names([tool.function.name for tool in tools], field="tools[{}].function.name")
+    check_names([tool.function.name for tool in tools], field=name_field)
     by_name = {tool.function.name: tool for tool in tools}
     mode, names = _read_choice(choice, by_name)
     if not names or mode is ToolMode.NONE:

@@ -1,17 +1,10 @@
 """The bodies of OpenAI's completion requests: the fields that are served."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    field_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, WithJsonSchema
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import (
@@ -20,17 +13,17 @@ from pdserve_common.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
-from pdserve_common.validation import MAX_LOGPROBS, MAX_REQUEST_ID_CHARS
+from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.api.openai_fields import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages
 from pdserve_router.api.openai_model import (
     CONFIG,
-    MAX_ERRORS,
-    TEXT_SCHEMA,
-    TOO_MANY,
-    TOO_MANY_TEXT,
+    PROMPTS_SCHEMA,
     Int,
     Items,
+    RequestBody,
+    prompt_input,
+    prompt_list,
 )
 from pdserve_router.api.openai_structured import (
     Constraint,
@@ -51,9 +44,6 @@ _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     True: EarlyStopping.TRUE,
     "never": EarlyStopping.NEVER,
 }
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_SEVERAL = {"type": "array", "items": {"anyOf": [TEXT_SCHEMA, _TOKEN_IDS]}, "minItems": 1}
-_PROMPT = {"anyOf": [TEXT_SCHEMA, _TOKEN_IDS, _SEVERAL]}
 
 
 class StreamOptions(BaseModel):
@@ -67,6 +57,8 @@ class StreamOptions(BaseModel):
     """With include_usage: each chunk has the usage of its choice so far."""
     include_metrics: bool | None = None
     """The last chunk, one without choices, has `metrics`: where the time went."""
+    include_obfuscation: bool | None = None
+    """Without effect: nothing is added to hide how long a text is."""
 
 
 class RepetitionDetectionBody(BaseModel):
@@ -82,11 +74,9 @@ class RepetitionDetectionBody(BaseModel):
     """How often it has to come."""
 
 
-class GenerationBody(BaseModel):
-    """The fields that both endpoints share. null means the default, as with OpenAI."""
+class GenerationBody(RequestBody):
+    """The fields that all endpoints share that generate."""
 
-    model_config = CONFIG
-    # Not served: what each may be.
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
 
     model: str | None = None
@@ -95,12 +85,6 @@ class GenerationBody(BaseModel):
     """Server-sent events instead of one answer."""
     stream_options: StreamOptions | None = None
     """Needs stream: true."""
-    n: Int | None = None
-    """Answers to each prompt, at most 64."""
-    max_tokens: Int | None = None
-    """Tokens of an answer: 16 for a completion, all that fit for a chat, unless it is set."""
-    max_completion_tokens: Int | None = None
-    """The newer name of max_tokens."""
     temperature: float | None = None
     """0 is greedy."""
     top_p: float | None = None
@@ -121,22 +105,12 @@ class GenerationBody(BaseModel):
     """Less likely tokens are left out, relative to the likeliest."""
     repetition_penalty: float | None = None
     """Above 1 for tokens of prompt and answer."""
-    prompt_logprobs: Int | None = None
-    """Log-probabilities of the prompt, and of this many others at each place."""
     bad_words: Items[str] | None = None
     """Texts that do not come."""
     allowed_token_ids: Items[int] | None = None
     """No others come."""
     logits_processors: Items[str] | None = None
     """Names of processors that workers have registered."""
-    best_of: Int | None = None
-    """Answers that are generated; the n likeliest are returned. Not with a stream."""
-    use_beam_search: bool | None = None
-    """Keep the n likeliest beams. Not with a stream."""
-    length_penalty: float | None = None
-    """For beam search: the power of the length that scores are divided by."""
-    early_stopping: bool | Literal["never"] | None = None
-    """For beam search: when it ends."""
     repetition_detection: RepetitionDetectionBody | None = None
     """Ends an answer that has begun to loop."""
     min_tokens: Int | None = None
@@ -150,25 +124,13 @@ class GenerationBody(BaseModel):
     skip_special_tokens: bool | None = None
     """They are not in the text, unless this is false."""
     spaces_between_special_tokens: bool | None = None
-    """Without effect: fast tokenizers write none."""
+    """Spaces between special tokens that are in the text, where the tokenizer writes any."""
     include_stop_str_in_output: bool | None = None
     """A stop string that came is part of the answer."""
-    response_format: ResponseFormatBody | None = None
-    """What an answer has to be: text, json_object, json_schema or structural_tag."""
     structured_outputs: StructuredOutputsBody | None = None
     """What an answer has to be, in vLLM's words: json, regex, choice, grammar, structural_tag."""
-    guided_json: JsonSchema = None
-    """The older name of structured_outputs.json."""
-    guided_regex: str | None = None
-    """The older name of structured_outputs.regex."""
-    guided_choice: Items[str] | None = None
-    """The older name of structured_outputs.choice."""
-    guided_grammar: str | None = None
-    """The older name of structured_outputs.grammar."""
     truncate_prompt_tokens: Int | None = None
     """Only the prompt's last tokens count, this many; -1: as many as fit beside max_tokens."""
-    return_token_ids: bool | None = None
-    """token_ids of each choice, and prompt_token_ids."""
     priority: Int | None = None
     """Lower is first."""
     cache_salt: str | None = None
@@ -178,24 +140,146 @@ class GenerationBody(BaseModel):
     user: Any = None
     """The session, a text of at most 256 characters; the header x-session-id goes first."""
 
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _count_mistakes(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
-        """Make one of too many, so that the field can be named."""
-        try:
-            return validate(value)
-        except ValidationError as error:
-            if error.error_count() <= MAX_ERRORS:
-                raise
-            num_errors = {"num_errors": error.error_count()}
-            raise PydanticCustomError(TOO_MANY, TOO_MANY_TEXT, num_errors) from error
+    @property
+    @abstractmethod
+    def output_token_limit(self) -> int | None:
+        """How many tokens an answer has at most."""
 
     @property
-    def session(self) -> str:
-        """What `user` names; "" if that is no session, as clients may have anything there."""
-        if isinstance(self.user, str) and len(self.user) <= MAX_REQUEST_ID_CHARS:
-            return self.user
-        return ""
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the answer."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the prompt."""
+        return None
+
+    @property
+    def echoes_prompt(self) -> bool:
+        """The answer begins with the prompt."""
+        return False
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Reasoning is told, apart from what is said."""
+        return True
+
+    @property
+    def shows_prompt_logprobs(self) -> bool:
+        """They stand in the answer, apart from the prompt's text."""
+        return False
+
+    @property
+    def returns_token_ids(self) -> bool:
+        """The answer has its tokens, and those of the prompt."""
+        return False
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """The prompt back, usually with its logprobs, and no answer: how prompts are scored."""
+        return False
+
+    @property
+    def repeated_fields(self) -> bytes:
+        """A JSON object with what an answer repeats of its request; b"" if it repeats nothing."""
+        return b""
+
+    def own_error(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return an error of the prompt with the name that the prompt has in this body."""
+        return error
+
+    @abstractmethod
+    def prompt_inputs(self) -> list[dict[str, Any]]:
+        """Return each prompt as fields of a GenerationRequest. Raises InvalidRequestError."""
+
+    @abstractmethod
+    def constraint(self) -> Constraint | None:
+        """Return what an answer has to be. Raises InvalidRequestError for two constraints."""
+
+    def check_stream(self) -> None:
+        """Raise InvalidRequestError for what does not go with a stream, or only with one."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError for what SamplingParams cannot say."""
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            max_tokens=self.output_token_limit,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            output_kind=kind,
+            **self._sampling_values(),
+        )
+
+    def _sampling_values(self) -> dict[str, Any]:
+        values = self._set_values(_SAMPLING_FIELDS)
+        values |= {name: tuple(value) for name, value in self._set_values(_SEQUENCE_FIELDS).items()}
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            values["logit_bias"] = {_token_id(k): bias for k, bias in self.logit_bias.items()}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = RepetitionDetectionParams(
+                **self.repetition_detection.model_dump()
+            )
+        return values
+
+    def _set_values(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "max_draft_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+_SEQUENCE_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors")
+
+
+class ChoicesBody(GenerationBody):
+    """The fields that completions and chats share: their answers are choices."""
+
+    n: Int | None = None
+    """Answers to each prompt, at most 64."""
+    max_tokens: Int | None = None
+    """Tokens of an answer: 16 for a completion, all that fit for a chat, unless it is set."""
+    max_completion_tokens: Int | None = None
+    """The newer name of max_tokens."""
+    prompt_logprobs: Int | None = None
+    """Log-probabilities of the prompt, and of this many others at each place."""
+    best_of: Int | None = None
+    """Answers that are generated; the n likeliest are returned. Not with a stream."""
+    use_beam_search: bool | None = None
+    """Keep the n likeliest beams. Not with a stream."""
+    length_penalty: float | None = None
+    """For beam search: the power of the length that scores are divided by."""
+    early_stopping: bool | Literal["never"] | None = None
+    """For beam search: when it ends."""
+    response_format: ResponseFormatBody | None = None
+    """What an answer has to be: text, json_object, json_schema or structural_tag."""
+    guided_json: JsonSchema = None
+    """The older name of structured_outputs.json."""
+    guided_regex: str | None = None
+    """The older name of structured_outputs.regex."""
+    guided_choice: Items[str] | None = None
+    """The older name of structured_outputs.choice."""
+    guided_grammar: str | None = None
+    """The older name of structured_outputs.grammar."""
+    return_token_ids: bool | None = None
+    """token_ids of each choice, and prompt_token_ids."""
 
     @property
     def output_token_limit(self) -> int | None:
@@ -210,93 +294,44 @@ class GenerationBody(BaseModel):
         return self.max_completion_tokens
 
     @property
-    def echoes_prompt(self) -> bool:
-        """The answer begins with the prompt."""
-        return False
-
-    @property
-    def shows_reasoning(self) -> bool:
-        """Reasoning is told, apart from what is said."""
-        return True
-
-    @property
-    def is_prompt_only(self) -> bool:
-        """The prompt back, usually with its logprobs, and no answer: how prompts are scored."""
-        return False
-
-    @property
-    @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """How many of the top tokens to show for each one of the answer."""
-
-    @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many of the top tokens to show for each one of the prompt."""
         return self.prompt_logprobs
 
+    @property
+    def shows_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    @property
+    def returns_token_ids(self) -> bool:
+        return bool(self.return_token_ids)
+
     def constraint(self) -> Constraint | None:
-        """Return what an answer has to be. Raises InvalidRequestError for two constraints."""
         kinds = ("json", "regex", "choice", "grammar")
         guided = {kind: getattr(self, f"guided_{kind}") for kind in kinds}
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises InvalidRequestError for what SamplingParams cannot say."""
-        values: dict[str, Any] = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
-        for name in _SEQUENCE_FIELDS:
-            if (value := getattr(self, name)) is not None:
-                values[name] = tuple(value)
-        if self.stop is not None:
-            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.logit_bias is not None:
-            values["logit_bias"] = {_token_id(k): bias for k, bias in self.logit_bias.items()}
+    def check_stream(self) -> None:
+        super().check_stream()
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs is set with stream: true, chunks have no place for it",
+                field="prompt_logprobs",
+            )
+
+    def _sampling_values(self) -> dict[str, Any]:
+        names = ("n", "best_of", "use_beam_search", "length_penalty")
+        values = super()._sampling_values() | self._set_values(names)
         if self.early_stopping is not None:
             values["early_stopping"] = _EARLY_STOPPING[self.early_stopping]
-        if self.repetition_detection is not None:
-            values["repetition_detection"] = RepetitionDetectionParams(
-                **self.repetition_detection.model_dump()
-            )
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(
-            max_tokens=self.output_token_limit,
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-            output_kind=kind,
-            **values,
-        )
+        return values
 
 
-_SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "top_k",
-    "min_p",
-    "use_beam_search",
-    "length_penalty",
-    "min_tokens",
-    "max_draft_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-_SEQUENCE_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors")
-
-
-class CompletionBody(GenerationBody):
+class CompletionBody(ChoicesBody):
     """POST /v1/completions."""
 
-    refused = {**REFUSED, **REFUSED_IN_COMPLETIONS}
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {**REFUSED, **REFUSED_IN_COMPLETIONS}
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)]
     """A text, a list of token ids, or a list of these: several prompts, at most 128."""
     echo: bool | None = None
     """The answer begins with the prompt; with max_tokens 0 it is only scored."""
@@ -312,13 +347,6 @@ class CompletionBody(GenerationBody):
     @property
     def is_prompt_only(self) -> bool:
         return self.echoes_prompt and super().output_token_limit == 0
-
-    @property
-    def session(self) -> str:
-        """What `user` names; "" if that is no session, as clients may have anything there."""
-        if isinstance(self.user, str) and len(self.user) <= MAX_REQUEST_ID_CHARS:
-            return self.user
-        return ""
 
     @property
     def output_token_limit(self) -> int | None:
@@ -340,31 +368,19 @@ class CompletionBody(GenerationBody):
 
     def prompt_inputs(self) -> list[dict[str, Any]]:
         """Return each prompt as fields of a GenerationRequest."""
-        prompts = self.prompt
-        if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)):
-            prompts = [prompts]
+        prompts = prompt_list(self.prompt)
         if len(prompts) > MAX_PROMPTS:
             raise InvalidRequestError(
                 f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS}", field="prompt"
             )
         special = {"add_special_tokens": self.add_special_tokens is not False}
-        return [_prompt_input(prompt) | special for prompt in prompts]
+        return [prompt_input(prompt, field="prompt") | special for prompt in prompts]
 
 
-def _prompt_input(prompt: object) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
-        return {"token_ids": tuple(prompt)}
-    raise InvalidRequestError(
-        "prompt must be a string, a list of token ids, or a list of these", field="prompt"
-    )
-
-
-class ChatCompletionBody(GenerationBody):
+class ChatCompletionBody(ChoicesBody):
     """POST /v1/chat/completions."""
 
-    refused = {**REFUSED, **REFUSED_IN_CHAT}
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {**REFUSED, **REFUSED_IN_CHAT}
 
     messages: Items[ChatMessageBody]
     """The conversation, oldest first."""

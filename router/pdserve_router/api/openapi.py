@@ -11,8 +11,17 @@ from pydantic import BaseModel
 from pdserve_common.version import VERSION
 from pdserve_router.api.openai_fields import WITHOUT_EFFECT
 from pdserve_router.api.openai_format import ERROR_STATUSES
+from pdserve_router.api.openai_model import RequestBody
 from pdserve_router.api.openai_tokenize import DetokenizeBody, TokenizeBody
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, GenerationBody
+from pdserve_router.api.pooling_types import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolBody,
+    RerankBody,
+    ScoreBody,
+)
+from pdserve_router.api.responses_types import ResponsesBody
 
 _REF = "#/components/schemas/"
 # Besides those of errors: no key, no such path, a body that is too large.
@@ -44,11 +53,34 @@ OPERATIONS = (
         statuses=_POST_STATUSES,
     ),
     Operation(
+        path="/v1/responses",
+        summary="The next answer of a conversation, as items",
+        body=ResponsesBody,
+        answer="Response",
+        statuses=_POST_STATUSES,
+    ),
+    Operation(
         path="/v1/completions",
         summary="What follows a text; of several prompts at once",
         body=CompletionBody,
         answer="Completion",
         statuses=_POST_STATUSES,
+    ),
+    *(
+        Operation(path=path, summary=summary, body=body, answer=answer, statuses=_POST_STATUSES)
+        for summary, body, answer, *paths in (
+            ("The embeddings of texts", EmbeddingBody, "Embeddings", "/v1/embeddings"),
+            ("What a model makes of texts", PoolBody, "Vectors", "/pooling"),
+            ("Which class texts are of", ClassifyBody, "Classes", "/v1/classify", "/classify"),
+            ("How alike texts are", ScoreBody, "Scores", "/v1/score", "/score"),
+            (
+                "Documents, the best first",
+                RerankBody,
+                "Ranking",
+                *("/v1/rerank", "/v2/rerank", "/rerank"),
+            ),
+        )
+        for path in paths
     ),
     Operation(path="/v1/models", summary="What is served", answer="Models"),
     Operation(path="/v1/models/{model}", summary="One model", answer="Model", statuses=(401, 404)),
@@ -93,13 +125,41 @@ _FRAME: Mapping[str, Mapping[str, object]] = {
 }
 _USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
 _MESSAGE = _object(role=_STRING, content=_STRING)
+_NUMBER: dict[str, Any] = {"type": "number"}
+_VECTOR: dict[str, Any] = {"anyOf": [_array(_NUMBER), _STRING]}
+_INPUT_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
+
+
+def _list(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    return _object(**_FRAME, data=_array(_object(index=_INTEGER, **properties)), usage=_INPUT_USAGE)
+
+
 _MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
 
 _ANSWERS: Mapping[str, dict[str, Any]] = {
     "ChatCompletion": _object(
         **_FRAME, choices=_array(_object(**_CHOICE, message=_MESSAGE)), usage=_USAGE
     ),
+    "Response": _object(
+        id=_STRING,
+        object=_STRING,
+        created_at=_INTEGER,
+        status=_STRING,
+        model=_STRING,
+        output=_array(_object(id=_STRING, type=_STRING)),
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+    ),
     "Completion": _object(**_FRAME, choices=_array(_object(**_CHOICE, text=_STRING)), usage=_USAGE),
+    "Embeddings": _list(object=_STRING, embedding=_VECTOR),
+    "Vectors": _list(object=_STRING, data=_VECTOR),
+    "Classes": _list(label=_NULLABLE_STRING, probs=_array(_NUMBER), num_classes=_INTEGER),
+    "Scores": _list(object=_STRING, score=_NUMBER),
+    "Ranking": _object(
+        id=_STRING,
+        model=_STRING,
+        results=_array(_object(index=_INTEGER, relevance_score=_NUMBER)),
+        usage=_INPUT_USAGE,
+    ),
     "Model": _MODEL,
     "Models": _object(object=_STRING, data=_array(_MODEL)),
     "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_array(_INTEGER)),
@@ -135,7 +195,7 @@ def openapi() -> dict[str, Any]:
 def _body_schemas(body: type[BaseModel]) -> dict[str, Any]:
     schema = body.model_json_schema(ref_template=_REF + "{model}")
     schemas = schema.pop("$defs", {})
-    if issubclass(body, GenerationBody):
+    if issubclass(body, RequestBody):
         properties = schema["properties"]
         for name, reason in WITHOUT_EFFECT.items():
             properties[name] = {"description": f"Without effect: {reason}."}

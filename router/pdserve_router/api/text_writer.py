@@ -6,7 +6,7 @@ from functools import partial
 from starlette.types import Scope
 
 from pdserve_router.api.http_connections import connection_of
-from pdserve_router.api.openai_format import AnswerFormat
+from pdserve_router.api.openai_answer import AnswerFormat
 from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.outputs import RequestOutputCollector

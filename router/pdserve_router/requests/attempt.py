@@ -1,20 +1,25 @@
 """One attempt at a request: its legs, and what the end of one means for the other."""
 
-from typing import Literal, Protocol
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
     ErrorCode,
-    KVLost,
 )
-from pdserve_common.errors import EngineDeadError, NoWorkerError
+from pdserve_common.errors import NoWorkerError
 from pdserve_router.requests.output_processor import RequestState
-from pdserve_router.workers.legs import has_failed, make_legs
+from pdserve_router.requests.request_spans import begin_attempt, end_attempt
+from pdserve_router.workers.legs import failure_of, has_failed, make_legs
 from pdserve_router.workers.listeners import OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
 
 # How a handoff ends; values of a metric's label.
 HandoffOutcome = Literal[
@@ -36,8 +41,8 @@ class AttemptOwner(Protocol):
     def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
         """A worker cannot go on."""
 
-    def on_kv_lost(self, lost: KVLost) -> None:
-        """D waits for a decision."""
+    def on_kv_lost(self, output: EngineCoreOutput) -> None:
+        """D waits for a decision; the output has a `kv_lost`."""
 
     def on_defect(self) -> None:
         """This process is at fault."""
@@ -61,6 +66,24 @@ class Attempt:
         self._is_ticket = route.prefill is not None
         # Of D, until P has said what only P knows.
         self._early: list[EngineCoreOutput] = []
+        self._span: Span | None = None
+
+    def begin_span(self, parent: "Span") -> None:
+        """Call it before `send`: workers make children of it."""
+        self._span = begin_attempt(
+            parent,
+            self.request,
+            self.route,
+            num_tokens=self._num_known,
+            now_ns=time.monotonic_ns(),
+        )
+        self.request = dataclasses.replace(self.request, trace_headers=self._span.headers)
+
+    def end_span(self, error: EngineError | None, now_ns: int, *, redrive_reason: str = "") -> None:
+        """Does nothing if it has none, or that has ended."""
+        if self._span is not None:
+            end_attempt(self._span, error, now_ns, redrive_reason=redrive_reason)
+            self._span = None
 
     def send(self) -> None:
         prefill, decode = self.route.prefill, self.route.decode
@@ -80,8 +103,9 @@ class Attempt:
         """End it on every worker. It says nothing any more; on the workers in `but` the next
         attempt takes its place.
         """
-        for worker in self.running - but:
-            worker.abort(self.request.request_id)
+        for worker in self.route.workers:
+            if worker in self.running and worker not in but:
+                worker.abort(self.request.request_id)
         self.running.clear()
 
     def _send(
@@ -131,7 +155,7 @@ class Attempt:
             self._early.append(output)
             return
         if output.kv_lost is not None:
-            self._owner.on_kv_lost(output.kv_lost)
+            self._owner.on_kv_lost(output)
             return
         self._is_ticket = self._is_ticket and not output.new_token_ids
         if not self._owner.accept(output, self.route.decode) or not output.finished:
@@ -162,13 +186,7 @@ class Attempt:
 
     def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
         self.running.discard(worker)
-        error = output.error
-        if error is None or _is_cancelled(output):
-            # Nobody here has asked for it.
-            why = output.finish_reason if error is None else error.message
-            message = f"worker {worker.address} ended the request: {why!s}"
-            error = EngineDeadError(message).to_engine_error()
-        self._owner.on_failed(worker, error)
+        self._owner.on_failed(worker, failure_of(output, worker))
 
 
 def _is_cancelled(output: EngineCoreOutput) -> bool:

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -28,11 +29,15 @@ from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.text.parts import OutputPart, join_parts
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +83,15 @@ class BeamSearchRequest(LiveRequest):
         on_end: OnEnd,
         parsing: ParserOptions | None = None,
         session: str = "",
+        span: "Span | None" = None,
     ) -> None:
         super().__init__(
-            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+            request,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            clock=redrives.clock,
+            session=session,
+            span=span,
         )
         params = request.sampling_params
         assert params is not None
@@ -139,8 +150,9 @@ class BeamSearchRequest(LiveRequest):
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error)
 
-    def resend(self, route: Route) -> None:
+    def resend(self, route: AnyRoute) -> None:
         """Ask for the step that was lost again; nothing of it has counted."""
+        assert isinstance(route, Route), "of a request that generates"
         if not self._search.num_tokens:
             self.origins.clear()
         self.recovery.begin_attempt()
@@ -231,6 +243,8 @@ class BeamSearchRequest(LiveRequest):
             self.core_request,
             request_id=f"{self._search.num_tokens}.{index}_{self.core_request.request_id}",
             attempt=attempt,
+            # A span for each token of each beam would say nothing.
+            trace_headers={},
             prompt_token_ids=self.core_request.prompt_token_ids + beam.token_ids,
             sampling_params=SamplingParams(
                 temperature=0.0,
@@ -321,6 +335,8 @@ class BeamSearchRequest(LiveRequest):
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._is_over.set()
         self._on_end(self)
+        if self.span is not None:
+            add_stages(self.span, self._timeline)
 
     def _usage(self, *, is_answered: bool) -> Usage:
         stats = self._prefill_stats

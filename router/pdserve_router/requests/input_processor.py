@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from pdserve_common.engine_client import Tensors
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_common.validation import (
-    DRAWN_SEED_BITS,
     MAX_BAD_WORD_TOKENS,
     validate_choice,
+    validate_pooling_params,
     validate_prediction,
     validate_priority,
     validate_prompt,
@@ -32,9 +32,16 @@ from pdserve_router.requests.constraint import (
     check_constraint,
     constrained_params,
 )
-from pdserve_router.requests.generation_request import GenerationRequest
-from pdserve_router.requests.parent_request import is_ranked
-from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
+from pdserve_router.requests.generation_request import ClientRequest, GenerationRequest
+from pdserve_router.requests.logprob_limits import check_message
+from pdserve_router.requests.pictures import RequestPictures, pictures_of
+from pdserve_router.requests.pooling_input import PoolingInput
+from pdserve_router.requests.request_limits import (
+    INLINE_BYTES,
+    MAX_RESUMED_TOKENS,
+    NotSmallError,
+)
+from pdserve_router.requests.request_sizes import complete_params, most_prompt_tokens
 from pdserve_router.requests.resume import (
     ResumedCompletion,
     begun_adapter,
@@ -68,6 +75,8 @@ class ProcessedInput:
     """
 
     core_request: EngineCoreRequest
+    # The client has set max_tokens; else it is what fits.
+    has_max_tokens: bool
     # How the text of the answer is read; None: it is no more than text.
     parsing: ParserOptions | None = None
     resume: Sequence[ResumedCompletion] = ()
@@ -80,15 +89,22 @@ class ProcessedInput:
     prefix_hashes: tuple[int, ...] = ()
     # As RoutingPolicy has it: its tenant's own.
     session: str = ""
+    # Its prompt is a conversation.
+    is_chat: bool = False
+    # Its client asks for what workers tell of it.
+    include_events: bool = False
+    # Bytes that the engine's request names.
+    tensors: Tensors = dataclasses.field(default_factory=dict)
 
 
 class InputProcessor:
-    """Turns GenerationRequests into EngineCoreRequests."""
+    """Turns what clients ask for into EngineCoreRequests."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
+        pictures: RequestPictures | None = None,
         model_name: str,
         default_deadline_s: float,
         max_deadline_s: float,
@@ -97,9 +113,10 @@ class InputProcessor:
         is_inline: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`share_prefixes`: also among tenants. `is_inline`: on an event loop, which does not
-        wait for what takes long.
+        """`pictures`: of a model that takes any. `share_prefixes`: also among tenants. `is_inline`:
+        on an event loop, which does not wait for what takes long.
         """
+        self._pictures = pictures or RequestPictures()
         self._share_prefixes = share_prefixes
         self._clock = clock
         self._is_inline = is_inline
@@ -119,7 +136,12 @@ class InputProcessor:
                 f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
             )
 
-    def _lora_request(self, request: GenerationRequest, limits: ModelLimits) -> LoRARequest | None:
+    def _lora_request(
+        self,
+        request: ClientRequest,
+        limits: ModelLimits,
+        resume: Sequence[ResumedCompletion] = (),
+    ) -> LoRARequest | None:
         """Return the adapter that the request names: it keeps it to its end, also when it is
         resumed. Raises ModelNotFoundError and what `begun_adapter` raises.
         """
@@ -128,7 +150,7 @@ class InputProcessor:
             self.check_model(request.model)
         else:
             name = request.model
-        if (begun := begun_adapter(request.resume, name, limits.held)) or not name:
+        if (begun := begun_adapter(resume, name, limits.held)) or not name:
             return begun
         if not request.lora_name:
             self.check_model(name, limits)
@@ -153,13 +175,22 @@ class InputProcessor:
             is_inline=self._is_inline,
         )
 
+    def check_inline(self, num_chars: int) -> None:
+        """Raise NotSmallError if tokenizing so much text takes too long inline."""
+        if self._is_inline and num_chars > INLINE_BYTES:
+            raise NotSmallError
+
     async def process(self, request: GenerationRequest, limits: ModelLimits) -> ProcessedInput:
         """Check and tokenize, after `check_constraint`. Raises InvalidRequestError naming the
         field.
         """
-        lora_request = self._lora_request(request, limits)
-        validate_request_id(request.request_id)
+        lora_request = self._lora_request(request, limits, request.resume)
         _check_request(request)
+        if request.sampling_params.bad_words_token_ids:
+            raise InvalidRequestError(
+                "bad_words_token_ids is set: the router makes them of bad_words",
+                field="bad_words_token_ids",
+            )
         if request.resume:
             require_seed(request.sampling_params)
         check_tool_use(request.tools, self._chat_format, limits.capabilities)
@@ -169,7 +200,9 @@ class InputProcessor:
             vocab_size=limits.vocab_size,
             capabilities=limits.capabilities,
         )
-        most = _most_prompt_tokens(request, limits)
+        most = most_prompt_tokens(request, limits)
+        if self._pictures.check_request(request, limits) and self._is_inline:
+            raise NotSmallError
         tokenize_start_ns = time.monotonic_ns()
         token_ids = await self.tokenize(
             text=request.text,
@@ -185,7 +218,7 @@ class InputProcessor:
         tokenize_end_ns = time.monotonic_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
-        params = _complete(
+        params = complete_params(
             request.sampling_params,
             len(token_ids),
             limits,
@@ -210,40 +243,94 @@ class InputProcessor:
             self._accepted,
         )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
-        _check_message(params, len(token_ids), limit=request.max_logprob_entries)
+        check_message(params, len(token_ids), limit=request.max_logprob_entries)
         params = dataclasses.replace(
             params, bad_words_token_ids=await self._bad_words_token_ids(params.bad_words)
         )
         eos_token_id = limits.eos_token_ids[0] if limits.eos_token_ids else None
         validate_choice(params, eos_token_id=eos_token_id, vocab_size=limits.vocab_size)
-        arrival_time = request.arrival_ns / 1e9
-        engine_request = EngineCoreRequest(
-            request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
-            external_req_id=request.request_id,
-            prompt_token_ids=tuple(token_ids),
+        # The last, as it takes longest.
+        pictures = self._pictures.place(request, token_ids)
+        engine_request = self._engine_request(
+            request,
+            token_ids,
             sampling_params=params,
+            mm_features=pictures.mm_features,
             eos_token_id=eos_token_id,
-            arrival_time=arrival_time,
             lora_request=lora_request,
-            cache_salt=self._cache_salt(request),
-            priority=request.priority,
-            deadline=self._deadline(request.deadline, arrival_time),
-            trace_headers=request.trace_headers,
             prediction_token_ids=await self._prediction(request.prediction, limits),
         )
         return ProcessedInput(
+            tensors=pictures.tensors,
             core_request=engine_request,
+            has_max_tokens=request.sampling_params.max_tokens is not None,
             parsing=parsing,
             resume=request.resume,
             accepted_constraints=accepted,
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,
-            # Here, as long prompts are processed in another process.
-            prefix_hashes=prefix_hashes(engine_request, limits.block_size)
-            if len(token_ids) > MAX_UNHASHED_TOKENS
-            else (),
-            session=owned(request.tenant, request.session) if request.session else "",
+            prefix_hashes=_hashes_of_long(engine_request, limits),
+            session=_session(request),
+            is_chat=request.messages is not None,
+            include_events=request.include_events,
+        )
+
+    async def process_pooling(self, request: PoolingInput, limits: ModelLimits) -> ProcessedInput:
+        """Check and tokenize. Raises InvalidRequestError naming the field."""
+        lora_request = self._lora_request(request, limits)
+        _check_request(request)
+        validate_pooling_params(request.pooling_params, limits.capabilities)
+        cut = request.cut(limits.max_model_len)
+        tokenize_start_ns = time.monotonic_ns()
+        token_ids = request.token_ids or ()
+        if request.text is not None:
+            token_ids = await self._tokenizer.encode_pooled(
+                request.text,
+                request.text_pair,
+                add_special_tokens=request.add_special_tokens,
+                max_tokens=limits.max_model_len * (1 if cut is None else MAX_TRUNCATED),
+                cut=cut,
+            )
+        elif cut is not None:
+            token_ids = cut.apply(token_ids)
+        tokenize_end_ns = time.monotonic_ns()
+        validate_prompt(
+            token_ids,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            is_pooling=True,
+        )
+        engine_request = self._engine_request(
+            request,
+            token_ids,
+            pooling_params=request.pooling_params,
+            lora_request=lora_request,
+        )
+        return ProcessedInput(
+            core_request=engine_request,
+            has_max_tokens=False,
+            arrival_ns=request.arrival_ns,
+            tokenize_start_ns=tokenize_start_ns,
+            tokenize_end_ns=tokenize_end_ns,
+            prefix_hashes=_hashes_of_long(engine_request, limits),
+            session=_session(request),
+        )
+
+    def _engine_request(
+        self, request: ClientRequest, token_ids: Sequence[int], **fields: Any
+    ) -> EngineCoreRequest:
+        arrival_time = request.arrival_ns / 1e9
+        return EngineCoreRequest(
+            request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
+            external_req_id=request.request_id,
+            prompt_token_ids=tuple(token_ids),
+            arrival_time=arrival_time,
+            cache_salt=self._cache_salt(request),
+            priority=request.priority,
+            deadline=self._deadline(request.deadline, arrival_time),
+            trace_headers=request.trace_headers,
+            **fields,
         )
 
     async def _prediction(self, text: str, limits: ModelLimits) -> tuple[int, ...]:
@@ -274,9 +361,35 @@ class InputProcessor:
         add_special_tokens: bool = True,
         max_model_len: int,
     ) -> Sequence[int]:
-        """Return the tokens of whichever prompt is set. Raises InvalidRequestError for none, for
-        several, and for text of which far more tokens come than the model takes.
+        """Return the tokens of whichever prompt is set, with those of pictures. Raises
+        InvalidRequestError for none, for several, and for text of which far more tokens come than
+        the model takes.
         """
+        pictures = pictures_of(messages)
+        self._pictures.check(pictures)
+        token_ids = await self._tokenize(
+            text=text,
+            messages=messages,
+            token_ids=token_ids,
+            tools=tools,
+            template_variables=template_variables,
+            add_special_tokens=add_special_tokens,
+            max_model_len=max_model_len,
+        )
+        field = "prompt" if messages is None else "messages"
+        return self._pictures.expand(token_ids, len(pictures), field=field)
+
+    async def _tokenize(
+        self,
+        *,
+        text: str | None,
+        messages: Sequence[ChatMessage] | None,
+        token_ids: Sequence[int] | None,
+        tools: Sequence[dict[str, Any]],
+        template_variables: Mapping[str, object],
+        add_special_tokens: bool,
+        max_model_len: int,
+    ) -> Sequence[int]:
         if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
             raise InvalidRequestError(
                 "prompt needs exactly one of text, chat messages and token ids", field="prompt"
@@ -332,7 +445,7 @@ class InputProcessor:
         # A word may have one form only, or be nothing to the tokenizer.
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in forms if token_ids))
 
-    def _cache_salt(self, request: GenerationRequest) -> str | None:
+    def _cache_salt(self, request: ClientRequest) -> str | None:
         if not request.tenant or self._share_prefixes:
             return request.cache_salt
         # A client's own one has a character at least.
@@ -346,19 +459,6 @@ class InputProcessor:
         return min(wanted, arrival_time + self._max_deadline_s)
 
 
-def _most_prompt_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
-    """Return how many of the prompt's last tokens count; None: all."""
-    most = request.truncate_prompt_tokens
-    if most is None or 1 <= most <= limits.max_model_len:
-        return most
-    if most != -1:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens is {most}, must be -1 or 1 to {limits.max_model_len}",
-            field="truncate_prompt_tokens",
-        )
-    return max(1, limits.max_model_len - (request.sampling_params.max_tokens or 1))
-
-
 def _check_role(role: str) -> None:
     if role not in CHAT_ROLES:
         raise InvalidRequestError(
@@ -367,7 +467,18 @@ def _check_role(role: str) -> None:
         )
 
 
-def _check_request(request: GenerationRequest) -> None:
+def _hashes_of_long(request: EngineCoreRequest, limits: ModelLimits) -> tuple[int, ...]:
+    """Here, as long prompts are processed in another process."""
+    is_long = len(request.prompt_token_ids) > MAX_UNHASHED_TOKENS
+    return prefix_hashes(request, limits.block_size) if is_long else ()
+
+
+def _session(request: ClientRequest) -> str:
+    return owned(request.tenant, request.session) if request.session else ""
+
+
+def _check_request(request: ClientRequest) -> None:
+    validate_request_id(request.request_id)
     validate_priority(request.priority)
     salt = request.cache_salt
     if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
@@ -375,83 +486,3 @@ def _check_request(request: GenerationRequest) -> None:
             f"cache_salt has {len(salt)} characters, must be 1 to {MAX_CACHE_SALT_CHARS}",
             field="cache_salt",
         )
-    params = request.sampling_params
-    if params.bad_words_token_ids:
-        raise InvalidRequestError(
-            "bad_words_token_ids is set: the router makes them of bad_words",
-            field="bad_words_token_ids",
-        )
-
-
-def _complete(
-    params: SamplingParams,
-    num_prompt_tokens: int,
-    limits: ModelLimits,
-    *,
-    max_logprob_entries: int,
-) -> SamplingParams:
-    """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop. A
-    missing max_tokens is what fits, of the logprobs into one message too.
-    """
-    room = limits.max_model_len - num_prompt_tokens
-    if params.min_tokens > room:
-        raise InvalidRequestError(
-            f"min_tokens is {params.min_tokens}, at most {room} fit behind the prompt "
-            f"({num_prompt_tokens} tokens, max_model_len is {limits.max_model_len})",
-            field="min_tokens",
-        )
-    max_tokens = params.max_tokens
-    if max_tokens is None:
-        most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=max_logprob_entries)
-        max_tokens = room if most is None else max(1, params.min_tokens, most)
-    stop_token_ids = params.stop_token_ids
-    if not params.ignore_eos:
-        # A request has one EOS; a model may have more, which stop it like any stop token.
-        more = (i for i in limits.eos_token_ids[1:] if i not in stop_token_ids)
-        stop_token_ids = (*stop_token_ids, *more)
-    return dataclasses.replace(
-        params,
-        stop_token_ids=stop_token_ids,
-        top_k=min(params.top_k, limits.vocab_size),
-        max_tokens=min(max_tokens, room),
-        seed=secrets.randbits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
-    )
-
-
-def _check_message(params: SamplingParams, num_prompt_tokens: int, *, limit: int) -> None:
-    """Refuse logprobs of a whole answer, and of its prompt, that may not fit into one message."""
-    most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=limit)
-    assert params.max_tokens is not None, "_complete sets it"
-    if most is None or params.max_tokens <= most:
-        return
-    num_entries = _num_entries_per_token(params) * params.max_tokens
-    num_entries += _num_prompt_entries(params, num_prompt_tokens)
-    raise InvalidRequestError(
-        f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
-        f"one message may get {num_entries} log-probabilities, at most {limit}",
-        field="logprobs",
-    )
-
-
-def _most_tokens_with_logprobs(
-    params: SamplingParams, num_prompt_tokens: int, *, limit: int
-) -> int | None:
-    """Return how many tokens an answer that comes as a whole may have, so that one message holds
-    their logprobs and those of the prompt. None: they do not have to fit into one.
-    """
-    is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
-        params.use_beam_search or is_ranked(params)
-    )
-    if params.logprobs is None or is_streamed:
-        return None
-    left = limit - _num_prompt_entries(params, num_prompt_tokens)
-    return left // _num_entries_per_token(params)
-
-
-def _num_entries_per_token(params: SamplingParams) -> int:
-    assert params.logprobs is not None
-    return (1 + params.logprobs) * params.n
-
-
-def _num_prompt_entries(params: SamplingParams, num_prompt_tokens: int) -> int:
-    return 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * num_prompt_tokens

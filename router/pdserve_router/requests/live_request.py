@@ -2,14 +2,19 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
 from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector
 from pdserve_router.requests.request_metrics import RequestMetrics
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import AnyRoute
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
 
 
 class LiveRequest(ABC):
@@ -27,8 +32,11 @@ class LiveRequest(ABC):
         on_end: Callable[["LiveRequest"], None],
         clock: Callable[[], float],
         session: str,
+        span: "Span | None" = None,
     ) -> None:
         self.core_request = request
+        # That its attempts' are below; None: it is not traced.
+        self.span = span
         # As RoutingPolicy has it.
         self.session = session
         self._clock = clock
@@ -79,13 +87,20 @@ class LiveRequest(ABC):
 
     @property
     @abstractmethod
-    def route(self) -> Route:
+    def route(self) -> AnyRoute:
         """Of the last attempt, and of the first completion."""
 
     @property
     def collector(self) -> RequestOutputCollector | None:
         """What is read, if that is one completion."""
         return None
+
+    def share_origin(self) -> Collection[Origin]:
+        """Return where the other parts of its call have to come from, and come from there itself
+        if it is sent again: vectors are compared, so one call's are of the same weights. Empty: any
+        will do.
+        """
+        return ()
 
     @abstractmethod
     def start(self) -> None:

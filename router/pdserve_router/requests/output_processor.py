@@ -19,7 +19,7 @@ from pdserve_router.requests.answer_parser import answer_parser, silent_token_id
 from pdserve_router.requests.outputs import Ending, RequestOutputCollector
 from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.resume import ResumedCompletion
-from pdserve_router.text.detokenizer import Detokenizer
+from pdserve_router.text.detokenizer import NO_UNSPACED, Detokenizer
 from pdserve_router.text.parts import OutputPart
 from pdserve_router.text.tokenizer import Tokenizer
 
@@ -276,6 +276,7 @@ def _detokenizer(
 ) -> Detokenizer | None:
     if not params.detokenize:
         return None
+    is_spaced = params.skip_special_tokens or params.spaces_between_special_tokens
     return Detokenizer(
         tokenizer.backend,
         texts=tokenizer.texts,
@@ -283,4 +284,5 @@ def _detokenizer(
         stops=params.stop,
         include_stop=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,
+        unspaced=NO_UNSPACED if is_spaced else tokenizer.added_tokens,
     )

@@ -13,6 +13,7 @@ from pdserve_common.engine_types import (
     LogprobsLists,
 )
 from pdserve_common.sampling_params import RequestOutputKind
+from pdserve_router.requests.request_events import RequestEvent
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.parts import Content, OutputPart, content_of, join_parts
 
@@ -33,6 +34,8 @@ class CompletionOutput:
     error: EngineError | None = None
     # Of the tokens so far.
     origin: str = ""
+    # With the finish reason, if asked for.
+    events: tuple[RequestEvent, ...] = ()
 
     @property
     def is_text_alone(self) -> bool:
@@ -89,6 +92,8 @@ class RequestOutput:
     finished: bool = False
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+    # Of a pooling request that did not fail.
+    pooling_output: tuple[float, ...] | None = None
 
     @property
     def error(self) -> EngineError | None:
@@ -113,7 +118,10 @@ class Ending:
     stop_reason: int | str | None = None
     error: EngineError | None = None
     usage: Usage
+    # Of its output tokens, those that another stream had brought.
+    num_resumed_tokens: int = 0
     metrics: RequestMetrics
+    events: tuple[RequestEvent, ...] = ()
 
 
 class RequestOutputCollector:
@@ -302,6 +310,7 @@ def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
         finish_reason=ending.finish_reason,
         stop_reason=ending.stop_reason,
         error=ending.error,
+        events=ending.events,
     )
     return dataclasses.replace(
         output,

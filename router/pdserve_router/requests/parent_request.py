@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
 from pdserve_common.metrics import RouterMetrics
@@ -19,6 +20,9 @@ from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.route_chooser import Route
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
 
 
 def is_ranked(params: SamplingParams) -> bool:
@@ -47,9 +51,16 @@ class ParentRequest(LiveRequest):
         resume: Sequence[ResumedCompletion] = (),
         parsing: ParserOptions | None = None,
         session: str = "",
+        span: "Span | None" = None,
+        include_events: bool = False,
     ) -> None:
         super().__init__(
-            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+            request,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            clock=redrives.clock,
+            session=session,
+            span=span,
         )
         params = request.sampling_params
         assert params is not None
@@ -77,6 +88,8 @@ class ParentRequest(LiveRequest):
                 siblings=self._children,
                 parsing=parsing,
                 session=session,
+                span=span,
+                include_events=include_events,
             )
             for index in range(params.best_of or params.n)
         )
@@ -175,6 +188,7 @@ class ParentRequest(LiveRequest):
                 num_prompt_tokens=endings[0].usage.num_prompt_tokens,
                 num_cached_tokens=endings[0].usage.num_cached_tokens,
             ),
+            num_resumed_tokens=sum(ending.num_resumed_tokens for ending in endings),
             metrics=self.measure(),
         )
 

@@ -25,7 +25,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.prefix_index import num_known_tokens
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 
@@ -73,7 +73,7 @@ class Recovery:
     # The lost attempt was taken from a worker that drains.
     is_planned: bool = False
     # Of the attempt that is lost: its route, what its workers said in that order, and when.
-    route: Route | None = None
+    route: AnyRoute | None = None
     errors: dict[WorkerClient, EngineError] = field(default_factory=dict)
     lost_at: float = 0.0
     # For metrics.
@@ -99,7 +99,7 @@ class Recovery:
         """
         assert self.route is not None
         own = {worker for worker, error in self.errors.items() if error.code not in KV_ERRORS}
-        return frozenset(own or {self.route.prefill or self.route.decode})
+        return frozenset(own or {self.route.prompt_worker})
 
     @property
     def failed(self) -> frozenset[WorkerClient]:
@@ -124,7 +124,7 @@ class Recovery:
         return holder if is_good else None
 
     def add(
-        self, route: Route, worker: WorkerClient, error: EngineError, *, reason: str, now: float
+        self, route: AnyRoute, worker: WorkerClient, error: EngineError, *, reason: str, now: float
     ) -> None:
         """A worker of the current attempt, which is on `route`, cannot go on."""
         self.route = route
@@ -177,7 +177,7 @@ class Redrive(Protocol):
     def next_request(self) -> EngineCoreRequest:
         """Its next attempt."""
 
-    def resend(self, route: Route) -> None:
+    def resend(self, route: AnyRoute) -> None:
         """Begin the next attempt."""
 
     def give_up(self, error: EngineError | None = None) -> None:
@@ -241,12 +241,12 @@ class RedriveQueue:
             return True
         return not recovery.is_planned and recovery.num_spent >= self._max_redrives
 
-    def blame(self, route: Route, worker: WorkerClient, error: EngineError) -> None:
+    def blame(self, route: AnyRoute, worker: WorkerClient, error: EngineError) -> None:
         """Tell the pool who is at fault for a request's failure. Never for what the request or its
         client has caused: it would fail anywhere, and must cost others nothing.
         """
         if error.fault is ErrorFault.PEER:
-            if route.prefill is not None:
+            if isinstance(route, Route) and route.prefill is not None:
                 self.pool.report_failure((route.prefill, route.decode))
         elif error.fault is ErrorFault.WORKER and error.code not in _STATE_ERRORS:
             self.pool.report_failure(worker)
@@ -254,7 +254,7 @@ class RedriveQueue:
     def lose(
         self,
         redrive: Redrive,
-        route: Route,
+        route: AnyRoute,
         worker: WorkerClient,
         error: EngineError,
         *,
@@ -324,7 +324,7 @@ class RedriveQueue:
     def _send_next(self) -> None:
         self._timer = None
         now = self.clock()
-        has_no_decode = not self._has_decode
+        is_unanswered = not any(worker.is_ready for worker in self.pool.answering)
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
             # One that is over by its deadline is ended by its own timer.
@@ -334,8 +334,9 @@ class RedriveQueue:
             if self.is_spent(waiting.redrive):
                 self._give_up(waiting.redrive)
                 continue
-            # D may have left the list and still hold the blocks of what runs there.
-            if has_no_decode and not _is_nearly_computed(waiting.redrive):
+            # Without anybody who could end it, making the next attempt of each takes long for
+            # nothing. But D may have left the list and still hold the blocks of what runs there.
+            if is_unanswered and not _is_nearly_computed(waiting.redrive):
                 self._wait_or_give_up(waiting, now)
                 continue
             # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
@@ -343,13 +344,6 @@ class RedriveQueue:
             if not is_blocked or _is_nearly_computed(waiting.redrive):
                 is_blocked = not self._try(waiting, now) or is_blocked
         self._changed(TICK_S)
-
-    @property
-    def _has_decode(self) -> bool:
-        """False: no request goes anywhere but to the D that holds its blocks, and making the next
-        attempt of each takes long.
-        """
-        return any(worker.is_ready for worker in self.pool.decode)
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
         """Send it, or give it up. False: it has to wait for others that were sent again."""
@@ -391,13 +385,14 @@ class RedriveQueue:
         del self._waiting[redrive]
         redrive.give_up(error)
 
-    def _route(self, redrive: Redrive, request: EngineCoreRequest) -> Route | None:
+    def _route(self, redrive: Redrive, request: EngineCoreRequest) -> AnyRoute | None:
         """Return where it goes next, None if it has to wait for others that were sent again. Raises
         NoWorkerError or OverloadedError if there is nobody.
         """
         busy = self._busy(request)
         recovery = redrive.recovery
         holder = recovery.good_holder
+        route: AnyRoute
         if holder is not None and _is_nearly_computed(redrive):
             route = Route(decode=holder, reason="recovery")
         else:
@@ -407,14 +402,14 @@ class RedriveQueue:
                 if busy:
                     return None
                 raise
-        if busy and route.prefill is None and route.reason in _DOWNGRADES:
+        if busy and route.reason in _DOWNGRADES:
             # D must not get what P has no room for.
             return None
         return route if self._has_room(*_load_of(recovery, request, route)) else None
 
     def _route_around(
         self, redrive: Redrive, request: EngineCoreRequest, busy: frozenset[WorkerClient]
-    ) -> Route:
+    ) -> AnyRoute:
         """Let the pool choose among those that have not failed the request, if there are any."""
         recovery = redrive.recovery
         route = partial(
@@ -463,11 +458,10 @@ def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:
 
 
 def _load_of(
-    recovery: Recovery, request: EngineCoreRequest, route: Route
+    recovery: Recovery, request: EngineCoreRequest, route: AnyRoute
 ) -> tuple[WorkerClient, int]:
     """Return who computes tokens on that route, and how many. P has none of what D holds."""
-    num_known = num_known_tokens(request)
-    if route.prefill is not None:
-        return route.prefill, num_known
-    is_holder = route.decode is recovery.holder
-    return route.decode, _num_missing(recovery, request) if is_holder else num_known
+    worker = route.prompt_worker
+    is_holder = worker is recovery.holder
+    num_tokens = _num_missing(recovery, request) if is_holder else num_known_tokens(request)
+    return worker, num_tokens

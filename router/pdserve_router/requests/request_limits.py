@@ -23,6 +23,8 @@ INLINE_SCHEMA_CHARS = 2048
 MAX_MESSAGES = 1 << 14
 # Of one request; each is a request of its own to workers, and waits as one.
 MAX_PROMPTS = 128
+# Of one request; a router's own limit may be lower.
+MAX_PICTURES = 256
 # Of one message.
 MAX_CONTENT_PARTS = 1 << 12
 MAX_ANNOTATIONS = 1 << 10
@@ -37,6 +39,14 @@ MAX_VALUES = 1 << 18
 MAX_WIRE_FIELDS = 1 << 18
 # Of all completions together: a second's work for the detokenizer.
 MAX_RESUMED_TOKENS = 1 << 18
+
+# Of one request for vectors: inputs (OpenAI's limit), their tokens together unless one input may
+# have more, the characters of pairs of texts, which repeat what a body has once, and the numbers of
+# an answer, some 40 MiB of JSON.
+MAX_POOLED_INPUTS = 2048
+MAX_POOLED_TOKENS = 1 << 18
+MAX_POOLED_CHARS = 1 << 23
+MAX_POOLED_NUMBERS = 1 << 21
 
 # A token id has at most 5 bytes, and may have a field of its own.
 MAX_DETOKENIZE_BYTES = 6 * MAX_RESUMED_TOKENS + INLINE_BYTES

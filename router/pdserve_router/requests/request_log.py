@@ -1,24 +1,31 @@
-"""One line in the log for each request when it ends, over whichever API. It says whose request it
-was, where it went and what it took: nothing of what it asks, and nothing of its answer.
+"""One line in the log for each request when it ends, over whichever API, and its span. They say
+whose request it was, where it went and what it took: nothing of what it asks, and nothing of its
+answer.
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.engine_types import EngineCoreRequest, ErrorCode
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.receive_guard import FREE_METHODS
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
 from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.request_spans import begin_request, end_request
+from pdserve_router.workers.route_chooser import PoolingRoute
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +34,8 @@ MAX_PATH_CHARS = 128
 MAX_NAME_CHARS = 64
 # Of requests that no worker got, with the same status: anybody can send as many as they like.
 MAX_LINES_PER_S = 5
+# Of one request that have spans of their own: it may have thousands of prompts.
+MAX_TRACED_SEQUENCES = 8
 
 _STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -36,7 +45,19 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandl
 class RequestLine:
     """What is known of a request so far."""
 
-    __slots__ = ("_began_ns", "api_key", "error", "lives", "method", "path", "request_id", "status")
+    __slots__ = (
+        "api_key",
+        "began_ns",
+        "error",
+        "is_chat",
+        "lives",
+        "method",
+        "num_traced",
+        "path",
+        "request_id",
+        "span",
+        "status",
+    )
 
     def __init__(self, *, path: str, method: str = "", request_id: str = "") -> None:
         self.path = path
@@ -49,8 +70,14 @@ class RequestLine:
         self.api_key = ""
         self.error: PdserveError | None = None
         # One for each prompt; none if no worker got it.
-        self.lives: Sequence[LiveRequest] = ()
-        self._began_ns = time.monotonic_ns()
+        self.lives: list[LiveRequest] = []
+        self.began_ns = time.monotonic_ns()
+        # None: without tracing.
+        self.span: Span | None = None
+        # Its prompt is a conversation.
+        self.is_chat = False
+        # Sequences that have spans below it.
+        self.num_traced = 0
 
     def write(self) -> None:
         """Log it; what is not known is left out."""
@@ -69,13 +96,13 @@ class RequestLine:
             fields["request_id"] = _clip(request_id, MAX_REQUEST_ID_CHARS)
         if self.api_key:
             fields["api_key"] = _clip(self.api_key, MAX_NAME_CHARS)
-        if (code := self._error_code) is not None:
+        if (code := self.error_code) is not None:
             fields["error"] = code.name.lower()
         if isinstance(self.error, InvalidRequestError) and self.error.field is not None:
             fields["field"] = _clip(self.error.field, MAX_NAME_CHARS)
         fields.update(_outcome(self.lives))
         # Of a request that a worker got it is the one that its answer tells.
-        fields.setdefault("e2e_ms", _ms(time.monotonic_ns() - self._began_ns))
+        fields.setdefault("e2e_ms", _ms(time.monotonic_ns() - self.began_ns))
         return fields
 
     @property
@@ -83,7 +110,8 @@ class RequestLine:
         return self.lives[0].core_request.external_req_id if self.lives else None
 
     @property
-    def _error_code(self) -> ErrorCode | None:
+    def error_code(self) -> ErrorCode | None:
+        """What it failed with, before or after workers had it."""
         if self.error is not None:
             return self.error.code
         for live in self.lives:
@@ -108,6 +136,7 @@ _TEXTS = {
     "ttft_ms": ", TTFT %(ttft_ms).1f ms",
     "e2e_ms": ", E2E %(e2e_ms).1f ms",
     "route": ", %(route)s:",
+    "worker": " %(worker)s",
     "prefill": " %(prefill)s ->",
     "decode": " %(decode)s",
     "route_reason": " (%(route_reason)s)",
@@ -131,9 +160,12 @@ def _outcome(lives: Sequence[LiveRequest]) -> dict[str, object]:
     fields["e2e_ms"] = _ms(max(ending.metrics.e2e_ns for ending in endings))
     route = lives[0].route
     fields["route"] = route.path
-    if route.prefill is not None:
-        fields["prefill"] = route.prefill.engine_id
-    fields["decode"] = route.decode.engine_id
+    if isinstance(route, PoolingRoute):
+        fields["worker"] = route.prompt_worker.engine_id
+    else:
+        if route.prefill is not None:
+            fields["prefill"] = route.prefill.engine_id
+        fields["decode"] = route.decode.engine_id
     if route.reason:
         fields["route_reason"] = route.reason
     fields["finish_reason"] = ",".join(dict.fromkeys(str(each.finish_reason) for each in endings))
@@ -173,25 +205,74 @@ def note_error(error: PdserveError) -> None:
 def note_taken(lives: Sequence[LiveRequest]) -> None:
     """Workers have the current request."""
     if (line := _current.get()) is not None:
-        line.lives = lives
+        line.lives.extend(lives)
+
+
+def put_in_trace(
+    request: EngineCoreRequest, *, is_chat: bool
+) -> "tuple[EngineCoreRequest, Span | None]":
+    """Return a prompt of the current request with the trace context that workers are told, and the
+    span that its own are children of, if it has any: a prompt after MAX_TRACED_SEQUENCES has none.
+    """
+    line = _current.get()
+    if line is None or line.span is None:
+        return request, None
+    line.is_chat = is_chat
+    if line.num_traced >= MAX_TRACED_SEQUENCES:
+        return dataclasses.replace(request, trace_headers={}), None
+    params = request.sampling_params
+    line.num_traced += 1 if params is None else params.best_of or params.n
+    # Whether it is sampled or not, workers do the same.
+    request = dataclasses.replace(request, trace_headers=line.span.headers)
+    return request, line.span if line.span.is_recording else None
 
 
 class RequestLog:
-    """Writes lines; of requests that no worker got a few a second, and how many more there were."""
+    """Writes lines and ends spans; of requests that no worker got a few a second, and how many more
+    there were.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, writes: bool = True, tracing: "Tracing | None" = None, model: str = ""
+    ) -> None:
+        """`writes`: there are lines. `model` is the one that spans name."""
+        self._writes = writes
+        self.tracing = tracing
+        self._model = model
         # Since a second at most, by status.
         self._num_untaken: Counter[str] = Counter()
 
-    def begin(self, line: RequestLine) -> RequestLine:
-        """From here on it is the current one, in this task."""
+    def begin(self, line: RequestLine, headers: Mapping[str, str] | None = None) -> RequestLine:
+        """From here on it is the current one, in this task. `headers` are needed for spans."""
+        if self.tracing is not None:
+            line.span = begin_request(
+                self.tracing,
+                headers or {},
+                method=line.method,
+                path=_clip(line.path, MAX_PATH_CHARS),
+                began_ns=line.began_ns,
+            )
         _current.set(line)
         return line
 
     def end(self, line: RequestLine) -> None:
         """The request has its answer, or nobody waits for one any more."""
-        if line.lives or self._has_room(line.status):
+        if not line.lives and not self._has_room(line.status):
+            return
+        if self._writes:
             line.write()
+        if line.span is not None:
+            end_request(
+                line.span,
+                method=line.method,
+                path=line.path,
+                status=line.status,
+                error=line.error_code,
+                lives=line.lives,
+                is_chat=line.is_chat,
+                model=self._model,
+                now_ns=time.monotonic_ns(),
+            )
 
     def _has_room(self, status: str) -> bool:
         if not self._num_untaken:
@@ -202,7 +283,7 @@ class RequestLog:
     def _log_left_out(self) -> None:
         counts, self._num_untaken = self._num_untaken, Counter()
         for status, count in counts.items():
-            if count > MAX_LINES_PER_S:
+            if count > MAX_LINES_PER_S and self._writes:
                 logger.info(
                     "%(num_left_out)d more requests ended with %(status)s and left no line",
                     {"num_left_out": count - MAX_LINES_PER_S, "status": status},
@@ -222,12 +303,14 @@ class HttpRequestLog:
         if scope["type"] != "http" or scope["path"] in self._silent:
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         line = self._log.begin(
             RequestLine(
                 method=scope["method"],
                 path=scope["path"],
-                request_id=Headers(scope=scope).get("x-request-id", ""),
-            )
+                request_id=headers.get("x-request-id", ""),
+            ),
+            headers,
         )
 
         async def send_noting(message: Message) -> None:
@@ -253,7 +336,10 @@ class GrpcRequestLog(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         method = handler_call_details.method
         if method.startswith(FREE_METHODS):
             return await continuation(handler_call_details)
-        line = self._log.begin(RequestLine(path=method))
+        headers = None
+        if self._log.tracing is not None:
+            headers = dict(handler_call_details.invocation_metadata)
+        line = self._log.begin(RequestLine(path=method), headers)
         handler = await continuation(handler_call_details)
         if handler is None:
             line.status = grpc.StatusCode.UNIMPLEMENTED.name

@@ -171,23 +171,37 @@ def measure(
     )
 
 
-def observe_first_token(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
-    """Export what a request took to its first token, once it has one."""
+def observe_first_token(
+    metrics: RouterMetrics,
+    timing: RequestMetrics,
+    *,
+    model: str,
+    exemplar: dict[str, str] | None = None,
+) -> None:
+    """Export what a request took to its first token, once it has one. An `exemplar` names the
+    request's trace.
+    """
     ttft = _series(metrics.time_to_first_token, model, timing.path)
-    ttft.observe(timing.ttft_ns / 1e9)
+    ttft.observe(timing.ttft_ns / 1e9, exemplar)
     _observe_stages(metrics, timing, TTFT_STAGES)
 
 
-def observe_end(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
+def observe_end(
+    metrics: RouterMetrics,
+    timing: RequestMetrics,
+    *,
+    model: str,
+    exemplar: dict[str, str] | None = None,
+) -> None:
     """Export what a finished request took as a whole, and behind its first token."""
-    _series(metrics.request_duration, model).observe(timing.e2e_ns / 1e9)
+    _series(metrics.request_duration, model).observe(timing.e2e_ns / 1e9, exemplar)
     if timing.first_itl_ns:
-        _series(metrics.first_itl, model).observe(timing.first_itl_ns / 1e9)
+        _series(metrics.first_itl, model).observe(timing.first_itl_ns / 1e9, exemplar)
         # Zeros of requests without a handoff would hide what a handoff takes.
         has_handoff = timing.first_decode_step_ns > 0
         _observe_stages(metrics, timing, FIRST_ITL_STAGES if has_handoff else ("decode_return",))
     if timing.mean_itl_ns:
-        _series(metrics.time_per_output_token, model).observe(timing.mean_itl_ns / 1e9)
+        _series(metrics.time_per_output_token, model).observe(timing.mean_itl_ns / 1e9, exemplar)
     if timing.kv_transfer_ns:
         _observe_stages(metrics, timing, ("kv_transfer",))
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -14,7 +15,6 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorFault,
     FinishReason,
-    KVLost,
     KVTransferStats,
     PrefillStats,
 )
@@ -27,12 +27,17 @@ from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
+from pdserve_router.requests.request_events import RequestEvents
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +68,19 @@ class SingleCompletion(LiveRequest):
         siblings: Sequence["SingleCompletion"] | None = None,
         parsing: ParserOptions | None = None,
         session: str = "",
+        span: "Span | None" = None,
+        include_events: bool = False,
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
         super().__init__(
-            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+            request,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            clock=redrives.clock,
+            session=session,
+            span=span,
         )
+        self._is_first = index == 0
         resumed = next((each for each in resume if each.index == index), None)
         self.state = RequestState(
             request,
@@ -91,9 +104,13 @@ class SingleCompletion(LiveRequest):
         # Tokens that `recovery` knows of.
         self._num_noted = len(self.state.token_ids)
         self._prefill_stats: PrefillStats | None = None
+        # The same as D tells them, where D is faster than P.
+        self._told_prefill_stats: PrefillStats | None = None
         # By whether they are from the prediction: tokens, and those that count.
         self._num_drafts = {True: [0, 0], False: [0, 0]}
         self._transfer_stats: KVTransferStats | None = None
+        # None: nobody asks for them.
+        self._events = RequestEvents() if include_events else None
 
     @property
     def ending(self) -> Ending | None:
@@ -139,13 +156,17 @@ class SingleCompletion(LiveRequest):
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error, outcome="aborted")
 
-    def resend(self, route: Route) -> None:
+    def resend(self, route: AnyRoute) -> None:
         """Begin the next attempt. Workers that have the last one and not this one end it."""
+        assert isinstance(route, Route), "of a request that generates"
         if not self.state.token_ids:
             # Nothing of the answer is theirs.
             self.origins.clear()
         lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
         self._count_handoff(lost, self._outcome)
+        if self.span is not None:
+            lost_ns = round(self.recovery.lost_at * 1e9)
+            lost.end_span(self.recovery.error, lost_ns, redrive_reason=self.recovery.reason)
         self.recovery.begin_attempt()
         self.state.begin_attempt(self._attempt.request.attempt)
         lost.abort(but=frozenset(route.workers))
@@ -196,8 +217,11 @@ class SingleCompletion(LiveRequest):
         else:
             self._lose(worker, error, reason=error.code.name.lower())
 
-    def on_kv_lost(self, lost: KVLost) -> None:
+    def on_kv_lost(self, output: EngineCoreOutput) -> None:
         """D holds what it has until it is told how to go on (rule K6)."""
+        lost = output.kv_lost
+        assert lost is not None
+        self._take_stats(output, self.route.decode)
         error = KVTransferError(lost.message).to_engine_error()
         if not self.recovery.errors:
             self._redrives.blame(self.route, self.route.decode, error)
@@ -226,24 +250,33 @@ class SingleCompletion(LiveRequest):
         lora = self.core_request.lora_request
         self.origins.update(each.origin.with_adapter(lora) for each in self.route.workers)
         self.state.collector.origin = str(joined(self.origins))
+        if self.span is not None:
+            self._attempt.begin_span(self.span)
         self._attempt.send()
 
     def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
         """Keep what the stages of the first and the second token took, of the attempts that brought
         them. The prompt's are those of the worker that computed it.
         """
+        if self._events is not None:
+            self._events.take(output, worker.engine_id)
         for drafts in output.draft_stats:
             counts = self._num_drafts[drafts.source == "prediction"]
             counts[0] += drafts.num_draft_tokens
             counts[1] += drafts.num_accepted_tokens
         num_before = self._attempt.num_tokens_before
-        if num_before == 0 and worker is (self.route.prefill or self.route.decode):
+        if num_before == 0 and worker is self.route.prompt_worker:
             self._prefill_stats = output.prefill_stats or self._prefill_stats
+        transfer = output.kv_transfer_stats
+        if transfer is None:
+            return
+        if num_before == 0:
+            self._told_prefill_stats = transfer.prefill_stats
         if num_before < 2:
-            self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
-        pool, prefill, decode = self._redrives.pool, self.route.prefill, self.route.decode
-        if output.kv_transfer_stats is not None and prefill is not None:
-            pool.report_transfer(prefill, decode, output.kv_transfer_stats)
+            self._transfer_stats = transfer
+        prefill, decode = self.route.prefill, self.route.decode
+        if prefill is not None:
+            self._redrives.pool.report_transfer(prefill, decode, transfer)
 
     def _on_progress(self, worker: WorkerClient) -> None:
         if self not in self._redrives:
@@ -295,7 +328,7 @@ class SingleCompletion(LiveRequest):
     @property
     def _outcome(self) -> HandoffOutcome:
         """Of an attempt that is lost."""
-        assert self.recovery.route is not None
+        assert isinstance(self.recovery.route, Route)
         return _failure_of(next(iter(self.recovery.errors)), self.recovery.route)
 
     def _end(
@@ -318,20 +351,26 @@ class SingleCompletion(LiveRequest):
                 stop_reason=stop_reason,
                 error=error,
                 usage=self._usage(),
+                num_resumed_tokens=self.state.num_resumed,
                 metrics=self.measure(),
+                events=tuple(self._events.events) if self._events is not None else (),
             )
         )
         self._count_handoff(self._attempt, outcome)
         if self.recovery.num_redrives:
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)
+        if self.span is not None:
+            self._attempt.end_span(error, self.state.timeline.finished_ns)
+            if self._is_first:
+                add_stages(self.span, self.state.timeline)
 
     def _count_handoff(self, attempt: Attempt, outcome: HandoffOutcome | None) -> None:
         if attempt.route.prefill is not None and outcome is not None:
             self._metrics.handoffs.labels(outcome=outcome).inc()
 
     def _usage(self) -> Usage:
-        stats = self._prefill_stats
+        stats = self._prefill_stats or self._told_prefill_stats
         return Usage(
             num_prompt_tokens=len(self.core_request.prompt_token_ids),
             num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
@@ -354,7 +393,7 @@ class SingleCompletion(LiveRequest):
         return measure(
             timeline or self.state.timeline,
             num_tokens=self.state.num_new_tokens,
-            prefill=self._prefill_stats,
+            prefill=self._prefill_stats or self._told_prefill_stats,
             transfer=self._transfer_stats,
             path=self.route.path,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",

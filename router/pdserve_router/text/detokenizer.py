@@ -1,6 +1,7 @@
 """Tokens to text, one by one: whole characters only, and nothing past a stop string."""
 
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -10,19 +11,34 @@ from pdserve_router.text.token_texts import NO_TEXTS
 # A character has up to four bytes, each a token of its own at worst: so many tokens without text
 # are no character. Without a bound each further one would decode all of them again.
 _MAX_PENDING_TOKENS = 8
+NO_UNSPACED: Mapping[int, str] = MappingProxyType({})
 
 
 class IncrementalDecoder:
     """Decodes a stream of tokens; text is returned when its last character is complete."""
 
-    __slots__ = ("_context", "_is_stale", "_pending", "_skipped", "_stream", "_texts", "_tokenizer")
+    __slots__ = (
+        "_context",
+        "_is_stale",
+        "_pending",
+        "_skipped",
+        "_stream",
+        "_texts",
+        "_tokenizer",
+        "_unspaced",
+    )
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, texts: Mapping[int, str | None], skipped: Set[int]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        texts: Mapping[int, str | None],
+        skipped: Set[int],
+        unspaced: Mapping[int, str],
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
         self._skipped = skipped
+        self._unspaced = unspaced
         self._stream = DecodeStream(skip_special_tokens=False)
         # It lacks tokens whose text was in the table.
         self._is_stale = False
@@ -37,7 +53,11 @@ class IncrementalDecoder:
             return text
         if token_id in self._skipped:
             return ""
-        return self._decode_next(token_id)
+        follows_unspaced = bool(self._context) and self._context[-1] in self._unspaced
+        text = self._decode_next(token_id)
+        if follows_unspaced and token_id in self._unspaced and self._context == [token_id]:
+            return self._unspaced[token_id]
+        return text
 
     def _decode_next(self, token_id: int) -> str:
         """`step` for a part of a character, and whatever else depends on tokens before it."""
@@ -148,8 +168,10 @@ class Detokenizer:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        unspaced: Mapping[int, str] = NO_UNSPACED,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, texts, skipped)
+        """`unspaced` are the texts of tokens between which the decoder's spaces are left out."""
+        self._decoder = IncrementalDecoder(tokenizer, texts, skipped, unspaced)
         self._checker = StopChecker(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self.num_tokens = 0

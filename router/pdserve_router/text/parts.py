@@ -19,6 +19,14 @@ class Reasoning:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What is shown: the bytes of a file, and where in the request it came."""
+
+    data: bytes
+    field: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A whole call of a tool. `arguments` is JSON."""
@@ -40,7 +48,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-MessagePart = Content | Reasoning | ToolCall
+MessagePart = Content | Reasoning | Picture | ToolCall
 OutputPart = Content | Reasoning | ToolCallDelta
 
 

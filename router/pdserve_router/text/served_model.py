@@ -1,5 +1,8 @@
 """Which model a router serves, as far as workers have to agree."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineInfo
@@ -28,3 +31,12 @@ class ServedModel(NamedTuple):
                 f"{info.tokenizer_digest[:16]}, here {self.tokenizer_digest[:16]}"
             )
         return None
+
+
+def labels_of(folder: str) -> Mapping[int, str]:
+    """Return the names of a classifier's labels, by their place; none if the model's config has
+    none, or is not there.
+    """
+    path = Path(folder) / "config.json"
+    names = json.loads(path.read_text()).get("id2label") if path.is_file() else None
+    return {int(place): str(name) for place, name in (names or {}).items()}

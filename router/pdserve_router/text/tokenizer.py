@@ -3,9 +3,11 @@
 import asyncio
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 from jinja2 import TemplateError
@@ -36,11 +38,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Cut(NamedTuple):
+    """How a prompt is cut: to so many tokens, at its end unless that is kept."""
+
+    num_tokens: int
+    keeps_end: bool = False
+
+    def apply(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return what is left of tokens."""
+        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
+
+
+class _Special(NamedTuple):
+    """A token that the model's template puts beside texts."""
+
+    token_id: int
+
+
 class Tokenizer:
     """Text to tokens and back."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, image_token_id: int | None = None) -> None:
+        """`image_token_id`: what stands for a picture, of a model that takes any."""
         self._pretrained = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if not self._pretrained.chat_template:
+            self._pretrained.chat_template = _processor_template(path)
         backend = getattr(self._pretrained, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ValueError(f"{path} has no fast tokenizer (tokenizer.json)")
@@ -54,7 +76,7 @@ class Tokenizer:
         # None: a token may stand for text of any length.
         self.max_token_bytes = _max_token_bytes(self.backend)
         self._taken_variables = _taken_variables(self._pretrained)
-        self._added_tokens = {i: token.content for i, token in added.items()}
+        self.added_tokens = {i: token.content for i, token in added.items()}
         # By their text; special ones and others.
         self.added_token_ids = {token.content: i for i, token in added.items()}
         self.texts = TokenTexts(self.backend, vocab_size=self.vocab_size)
@@ -65,6 +87,9 @@ class Tokenizer:
         self.token_bytes = functools.lru_cache(TOKEN_CACHE_SIZE)(self._token_bytes)
         self.token_text = functools.lru_cache(TOKEN_CACHE_SIZE)(self._token_text)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._image_token = "" if image_token_id is None else self._token_text(image_token_id)
+        # The template goes through the parts of a content, instead of taking it as text.
+        self._lists_parts = bool(self._image_token) and self._finds_pictures()
 
     @property
     def chat_template(self) -> str:
@@ -94,6 +119,30 @@ class Tokenizer:
             field=field,
         )
         if len(text) <= INLINE_CHARS:
+            return encode(text)
+        return await self._in_thread(encode, text)
+
+    async def encode_pooled(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int,
+        cut: Cut | None = None,
+    ) -> Sequence[int]:
+        """Return the tokens of a text, or of two as the model's template puts them together. With
+        `cut` text is left out and special tokens stay, as transformers truncates. Raises
+        InvalidRequestError as `encode` does, and if there is no room for text beside them.
+        """
+        encode = functools.partial(
+            self._encode_pooled,
+            pair=pair,
+            add_special_tokens=add_special_tokens,
+            max_tokens=max_tokens,
+            cut=cut,
+        )
+        if len(text) + len(pair or "") <= INLINE_CHARS:
             return encode(text)
         return await self._in_thread(encode, text)
 
@@ -147,15 +196,30 @@ class Tokenizer:
         # Most templates know only the older name of the role.
         older = {} if "developer" in self.chat_template else {"developer": "system"}
         return [
-            {**message.for_template(), "role": older.get(message.role, message.role)}
+            {
+                **message.for_template(
+                    image_token=self._image_token, lists_parts=self._lists_parts
+                ),
+                "role": older.get(message.role, message.role),
+            }
             for message in messages
         ]
+
+    def _finds_pictures(self) -> bool:
+        """Does the chat template write one token for a picture among the parts of a content?"""
+        content = [{"type": "image"}, {"type": "text", "text": "text"}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        try:
+            text = self._pretrained.apply_chat_template(messages, tokenize=False)
+        except Exception:  # whatever it raises, it is made for text
+            return False
+        return isinstance(text, str) and text.count(self._image_token) == 1
 
     def _token_text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
 
     def _token_bytes(self, token_id: int) -> bytes:
-        added = self._added_tokens.get(token_id)
+        added = self.added_tokens.get(token_id)
         if added is not None:
             return added.encode()
         piece = self.backend.id_to_token(token_id)
@@ -177,6 +241,57 @@ class Tokenizer:
         # Of a batch, since only that releases the GIL.
         encodings = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
+
+    def _encode_pooled(
+        self,
+        text: str,
+        *,
+        pair: str | None,
+        add_special_tokens: bool,
+        max_tokens: int,
+        cut: Cut | None,
+    ) -> list[int]:
+        texts = [text] if pair is None else [text, pair]
+        for each in texts:
+            self._check_length(each, max_tokens)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        parts: list[Sequence[int]] = [encoding.ids for encoding in encodings]
+        template = self._template(len(parts), add_special_tokens=add_special_tokens)
+        if cut is not None:
+            room = cut.num_tokens - sum(isinstance(place, _Special) for place in template)
+            if room < len(parts):
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens is {cut.num_tokens}, must be at least "
+                    f"{cut.num_tokens - room + len(parts)}: special tokens stay",
+                    field="truncate_prompt_tokens",
+                )
+            sizes = shares_of(room, [len(part) for part in parts])
+            parts = [
+                cut._replace(num_tokens=size).apply(part)
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        token_ids: list[int] = []
+        for place in template:
+            token_ids.extend(place if isinstance(place, _Special) else parts[place])
+        return token_ids
+
+    def _template(self, num_parts: int, *, add_special_tokens: bool) -> list["_Special | int"]:
+        """Return how the model puts one text or two together: its special tokens, and the places
+        of the texts between them.
+
+        The tokenizer does so for one token in place of each text. Of a text that was truncated it
+        would do so with each piece that was cut off, and of two with all pairs of them.
+        """
+        parts = [tokenizers.Encoding() for _ in range(num_parts)]
+        for part in parts:
+            part.pad(1)
+        first, *others = parts
+        second = others[0] if others else None
+        whole = self.backend.post_process(first, second, add_special_tokens)
+        return [
+            _Special(token_id) if place is None else place
+            for token_id, place in zip(whole.ids, whole.sequence_ids, strict=True)
+        ]
 
     def _check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:
         """Tokens take 200 bytes each and a microsecond: text that has far too many is refused by
@@ -232,7 +347,7 @@ class Tokenizer:
     ) -> list[int]:
         if not self.chat_template:
             raise InvalidRequestError(
-                "messages are set, the model has no chat template", field="messages"
+                "messages cannot be rendered, the model has no chat template", field="messages"
             )
         try:
             text = self._pretrained.apply_chat_template(
@@ -244,7 +359,8 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise InvalidRequestError(
-                f"messages do not fit the model's chat template: {error}", field="messages"
+                f"messages cannot be rendered by the model's chat template: {error}",
+                field="messages",
             ) from error
         except Exception as error:
             field = "chat_template_kwargs" if variables else "tools"
@@ -256,6 +372,26 @@ class Tokenizer:
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+
+def _processor_template(path: str) -> str | None:
+    """Return the chat template that older models with pictures have in a file of its own."""
+    file = Path(path) / "chat_template.json"
+    template = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+    return template if isinstance(template, str) else None
+
+
+def shares_of(room: int, sizes: Sequence[int]) -> Sequence[int]:
+    """Return how many tokens of one or two texts are left in `room`: the longer one is cut first
+    (transformers' "longest_first").
+    """
+    if sum(sizes) <= room:
+        return sizes
+    if len(sizes) == 1:
+        return [room]
+    shorter = min(*sizes, room // 2)
+    first = shorter if sizes[0] <= sizes[1] else room - shorter
+    return [first, room - first]
 
 
 def _num_chars(tool: Mapping[str, object]) -> int:

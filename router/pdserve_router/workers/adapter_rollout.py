@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import (
     FailedPreconditionError,
+    InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
     PdserveError,
@@ -36,24 +38,29 @@ class Control(Protocol):
 
 
 class AdapterRollout:
-    """One change at a time: two of one name would leave it standing for both."""
+    """One change at a time: two of one name would leave it standing for both. Those that are asked
+    for wait for each other, and not for one that `extend` makes.
+    """
 
     def __init__(self, pool: WorkerPool, control: Control) -> None:
         self._pool = pool
         self._control = control
         self._lock = asyncio.Lock()
+        # How many changes are asked for, and the loads of `extend`, which give way to them.
+        self._num_asked = 0
+        self._extending: list[asyncio.Task[LoRAAdapter]] = []
 
     async def load(self, lora: LoRARequest, *, num_workers: int = 0) -> LoRAAdapter:
         """Load an adapter on so many prefill and as many decode workers, 0: on all; it is listed
         when this returns. Raises what a worker raises, and NoWorkerError if there are too few;
         those that have loaded it have it no more then.
         """
-        async with self._lock:
+        async with self._asked():
             workers = self._choose(lora.lora_name, num_workers)
             before = {worker: _digest_of(worker, lora.lora_name) for worker in workers}
             # The first one says which it is: the others' folders have to be the same.
             first, *others = workers
-            adapter = await self._control.add_lora(first.address, lora)
+            adapter = await self._add_first(first, lora, before)
             same = replace(lora, digest=adapter.digest)
             answers = await asyncio.gather(
                 *(self._control.add_lora(worker.address, same) for worker in others),
@@ -61,34 +68,41 @@ class AdapterRollout:
             )
             failures = [answer for answer in answers if isinstance(answer, BaseException)]
             if failures:
-                loaded = [w for w, a in zip(others, answers, strict=True) if a not in failures]
-                await self._take_back([first, *loaded], before, adapter)
+                loaded = [w for w, a in zip(others, answers, strict=True) if _may_have_loaded(a)]
+                await self._take_back([first, *loaded], before, adapter.name, adapter.digest)
                 raise failures[0]
             await self._until_listed(adapter)
             return adapter
 
     async def extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
         """Load an adapter on more workers, from where others have it, if they have room; False, and
-        nothing, if by now its name stands for another one, or on one of them for any. Raises as
-        `load` does.
+        nothing, if by now its name stands for another one, or on one of them for any, or if `load`
+        or `unload` is called before all have it. Raises as `load` does.
         """
         async with self._lock:
-            if not self.may_extend(adapter, workers):
+            if self._num_asked or not self.may_extend(adapter, workers):
                 return False
             lora = LoRARequest(
                 lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path
             )
-            answers = await asyncio.gather(
-                *(self._control.add_lora(w.address, lora, keep_others=True) for w in workers),
-                return_exceptions=True,
-            )
-            failures = [answer for answer in answers if isinstance(answer, BaseException)]
+            self._extending = [
+                asyncio.create_task(self._control.add_lora(w.address, lora, keep_others=True))
+                for w in workers
+            ]
+            try:
+                answers = await asyncio.gather(*self._extending, return_exceptions=True)
+            finally:
+                self._extending = []
+            if all(isinstance(answer, LoRAAdapter) for answer in answers):
+                await self._until(lambda: all(_digest_of(w, adapter.name) for w in workers))
+                return True
+            failures = [answer for answer in answers if isinstance(answer, Exception)]
+            loaded = [w for w, a in zip(workers, answers, strict=True) if _may_have_loaded(a)]
+            before = dict.fromkeys(loaded, "")
+            await self._take_back(loaded, before, adapter.name, adapter.digest)
             if failures:
-                loaded = [w for w, a in zip(workers, answers, strict=True) if a not in failures]
-                await self._take_back(loaded, dict.fromkeys(loaded, ""), adapter)
                 raise failures[0]
-            await self._until(lambda: all(_digest_of(w, adapter.name) for w in workers))
-            return True
+            return False
 
     def may_extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
         """Does its name stand for it, and on these workers for nothing?"""
@@ -103,19 +117,32 @@ class AdapterRollout:
         """Remove a name's adapters from all workers that have them. Raises ModelNotFoundError if
         none has, and what the first worker raises that cannot.
         """
-        async with self._lock:
+        async with self._asked():
             workers = [worker for worker in self._ready() if _digest_of(worker, name)]
             if not workers:
                 raise ModelNotFoundError(
                     f"lora_name {name[:256]!r} is no adapter that is served here", field="lora_name"
                 )
+            digests = {_digest_of(worker, name) for worker in workers}
+            for worker in (*self._pool.decode, *self._pool.prefill):
+                worker.forgotten -= digests
             removals = (self._control.remove_lora(worker.address, name) for worker in workers)
             for answer in await asyncio.gather(*removals, return_exceptions=True):
-                # One that has evicted it meanwhile has it no more.
-                has_gone = isinstance(answer, FailedPreconditionError)
-                if isinstance(answer, BaseException) and not has_gone:
+                if isinstance(answer, BaseException) and not _has_gone(answer):
                     raise answer
             await self._until(lambda: not any(_digest_of(w, name) for w in self._ready()))
+
+    @asynccontextmanager
+    async def _asked(self) -> AsyncIterator[None]:
+        """Have the turn of a change that is asked for."""
+        self._num_asked += 1
+        for loading in self._extending:
+            loading.cancel()
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_asked -= 1
 
     def _ready(self) -> list[WorkerClient]:
         return [w for w in (*self._pool.decode, *self._pool.prefill) if self._pool.serves(w)]
@@ -140,20 +167,36 @@ class AdapterRollout:
     def _partners(self, decode: Sequence[WorkerClient]) -> Collection[WorkerClient]:
         return {partner for worker in decode for partner in self._pool.partners(worker)}
 
+    async def _add_first(
+        self, worker: WorkerClient, lora: LoRARequest, before: Mapping[WorkerClient, str]
+    ) -> LoRAAdapter:
+        try:
+            return await self._control.add_lora(worker.address, lora)
+        except PdserveError as error:
+            # Without a digest nobody knows which one to remove of two.
+            if _may_have_loaded(error) and (lora.digest or not before[worker]):
+                await self._take_back([worker], before, lora.lora_name, lora.digest)
+            raise
+
     async def _take_back(
         self,
         workers: Sequence[WorkerClient],
         before: Mapping[WorkerClient, str],
-        adapter: LoRAAdapter,
+        name: str,
+        digest: str,
     ) -> None:
-        """Have a name stand again for what it did."""
-        for worker in workers:
-            if before[worker] == adapter.digest:
-                continue
-            try:
-                await self._control.remove_lora(worker.address, adapter.name, adapter.digest)
-            except PdserveError as error:
-                logger.warning("%s keeps the adapter %s: %s", worker, adapter.name, error.message)
+        """Have a name stand again for what it did; an empty digest: for nothing. As long as the
+        slowest of them takes.
+        """
+        changed = [worker for worker in workers if not digest or before[worker] != digest]
+        await asyncio.gather(*(self._remove(worker, name, digest) for worker in changed))
+
+    async def _remove(self, worker: WorkerClient, name: str, digest: str) -> None:
+        try:
+            await self._control.remove_lora(worker.address, name, digest)
+        except PdserveError as error:
+            if not _has_gone(error):
+                logger.warning("%s may keep the adapter %s: %s", worker, name, error)
 
     async def _until_listed(self, adapter: LoRAAdapter) -> None:
         wanted = (adapter.name, adapter.digest)
@@ -180,3 +223,13 @@ def _digest_of(worker: WorkerClient, name: str) -> str:
     """Return what a name stands for on a worker; empty: nothing."""
     adapters = worker.info.adapters if worker.info is not None else ()
     return next((each.digest for each in adapters if each.name == name), "")
+
+
+def _may_have_loaded(answer: LoRAAdapter | BaseException) -> bool:
+    """Who did not answer in time, or was cancelled, may have, and who refuses has not."""
+    return not isinstance(answer, (InvalidRequestError, FailedPreconditionError))
+
+
+def _has_gone(refusal: BaseException) -> bool:
+    """Does a worker that is to remove an adapter say that it has none: it has evicted it?"""
+    return isinstance(refusal, FailedPreconditionError) and refusal.retry_after_ms is None

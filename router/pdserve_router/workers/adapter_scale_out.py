@@ -1,4 +1,6 @@
-"""Adds an adapter to more workers when all that hold it have much to do."""
+"""Adds an adapter to more workers when all that hold it have much to do, and to those that had it
+before they started again.
+"""
 
 import asyncio
 import logging
@@ -48,7 +50,7 @@ class AdapterScaleOut:
         outcomes: ScaleOuts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A worker with more than `max_requests` requests has much to do; 0: none ever has."""
+        """A worker with more than `max_requests` requests has much to do; 0: nothing is added."""
         self._pool = pool
         self._rollout = rollout
         self._max_requests = max_requests
@@ -65,8 +67,8 @@ class AdapterScaleOut:
             return
         turn = self._turns.get(lora.digest)
         if turn is None:
-            turn = self._turns[lora.digest] = _Turn()
             self._forget_old()
+            turn = self._turns[lora.digest] = _Turn()
         if now < turn.due:
             return
         turn.due = now + LOOK_S
@@ -74,7 +76,7 @@ class AdapterScaleOut:
         adapter = limits.adapter(lora.lora_name) if limits is not None else None
         if adapter is None or adapter.digest != lora.digest or not adapter.path:
             return
-        if workers := self._choose(adapter):
+        if workers := self._forgetful(adapter) or self._choose(adapter):
             self._task = asyncio.create_task(self._add(adapter, workers, turn))
 
     async def close(self) -> None:
@@ -89,11 +91,13 @@ class AdapterScaleOut:
         addresses = ", ".join(worker.address for worker in workers)
         try:
             if await self._rollout.extend(adapter, workers):
+                _note_asked(adapter, workers)
                 logger.info("the adapter %s is on %s too", adapter.name, addresses)
                 self._outcomes.added.inc()
                 turn.backoff_s = BACKOFF_S
             turn.due = self._clock() + SETTLE_S
         except PdserveError as error:
+            _note_asked(adapter, workers)
             logger.info("the adapter %s is not on %s: %s", adapter.name, addresses, error.message)
             self._outcomes.refused.inc()
             turn.due = self._clock() + turn.backoff_s
@@ -102,6 +106,15 @@ class AdapterScaleOut:
             self._task = None
 
     # ---- whom to add it to
+
+    def _forgetful(self, adapter: LoRAAdapter) -> list[WorkerClient]:
+        """Return one worker that had it before it started again, if there is one. It is asked once:
+        if it refuses, its folders may be others now.
+        """
+        for worker in (*self._pool.decode, *self._pool.prefill):
+            if adapter.digest in worker.forgotten and self._lacks(worker, adapter):
+                return [worker]
+        return []
 
     def _choose(self, adapter: LoRAAdapter) -> list[WorkerClient]:
         """Return who is to get it: none, or the pair with the least load, as far as it lacks it."""
@@ -139,8 +152,14 @@ class AdapterScaleOut:
         return load(worker) > self._max_requests
 
     def _forget_old(self) -> None:
-        """Forget those that were not looked at for longest."""
-        if len(self._turns) > MAX_REMEMBERED:
+        """Make room for one more: forget those that were not looked at for longest."""
+        if len(self._turns) >= MAX_REMEMBERED:
             by_age = sorted(self._turns, key=lambda digest: self._turns[digest].due)
             for digest in by_age[: MAX_REMEMBERED // 2]:
                 del self._turns[digest]
+
+
+def _note_asked(adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> None:
+    """They have it, or have refused it."""
+    for worker in workers:
+        worker.forgotten -= {adapter.digest}

@@ -152,3 +152,17 @@ async def _cancel(tasks: "list[asyncio.Task[None]]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_refused(error: Exception) -> bool:
+    """Does nobody listen where the worker was?"""
+    # gRPC has one status for all that can be wrong with a connection. If its words change, requests
+    # of a worker that is gone wait for dead_after_s.
+    return "Connection refused" in reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """Return what a broken stream says."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}".rstrip()
+    return str(error)

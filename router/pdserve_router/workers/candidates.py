@@ -24,11 +24,12 @@ class Candidates:
         "_exclude",
         "_hashes",
         "_index",
+        "_is_pooling",
         "_match",
         "_max_queue_tokens",
         "_name",
         "_only_decode",
-        "_paired",
+        "_prefill",
         "_table",
     )
 
@@ -42,9 +43,11 @@ class Candidates:
         exclude: AbstractSet[WorkerClient] = frozenset(),
         only_decode: WorkerClient | None = None,
         max_queue_tokens: int = 0,
+        is_pooling: bool = False,
     ) -> None:
         """Those placed under `name`; `only_decode` is the only decode worker, if there is one.
-        Prefill workers with more waiting tokens than `max_queue_tokens` get none; 0: no limit.
+        Prefill workers with more waiting tokens than `max_queue_tokens` get none; 0: no limit. Of a
+        pooling request they need no partners.
         """
         self._table = table
         self._name = name
@@ -55,19 +58,23 @@ class Candidates:
         self._exclude = exclude
         self._only_decode = only_decode
         self._max_queue_tokens = max_queue_tokens
+        self._is_pooling = is_pooling
         # Decode workers that can be used, and prefill workers that work with any that is wanted.
         self._decode = table.workers(WorkerRole.DECODE, name)
-        self._paired = (
-            table.paired(WorkerRole.PREFILL, name)
-            if only_decode is None
-            else table.partners(only_decode, name)
-        )
+        if is_pooling:
+            self._prefill = table.workers(WorkerRole.PREFILL, name)
+        elif only_decode is None:
+            self._prefill = table.paired(WorkerRole.PREFILL, name)
+        else:
+            self._prefill = table.partners(only_decode, name)
 
     def draw_prefill(self, num: int) -> list[WorkerClient]:
-        """Return up to `num` prefill workers that have partners and room in their queue."""
+        """Return up to `num` prefill workers that have the partners they need, and room in their
+        queue.
+        """
         if not self._exclude and not self._max_queue_tokens:
-            return draw(self._paired.items, num)
-        return self._draw(self._paired, num, self._has_room)
+            return draw(self._prefill.items, num)
+        return self._draw(self._prefill, num, self._has_room)
 
     def draw_partners(self, prefill: WorkerClient, num: int) -> list[WorkerClient]:
         """Return up to `num` decode workers that work with it; with one that was drawn there is at
@@ -96,13 +103,13 @@ class Candidates:
     @property
     def _block_size(self) -> int:
         """Of the workers' caches; 0 if there are none."""
-        decode = self._decode.items
-        info = decode[0].info if decode else None
+        caching = self._prefill.items if self._is_pooling else self._decode.items
+        info = caching[0].info if caching else None
         return info.block_size if info is not None and info.has_prefix_caching else 0
 
     def allows_prefill(self, worker: WorkerClient) -> bool:
-        """True if it has partners and room in its queue."""
-        return worker in self._paired and self._has_room(worker)
+        """True if it has the partners it needs, and room in its queue."""
+        return worker in self._prefill and self._has_room(worker)
 
     def allows_decode(self, worker: WorkerClient) -> bool:
         is_wanted = self._only_decode is None or self._only_decode is worker
@@ -114,7 +121,7 @@ class Candidates:
 
     def has_pair(self) -> bool:
         """True if there are pairs, whatever waits in their queues."""
-        return bool(self._draw(self._paired, 1, self._has_partner))
+        return bool(self._draw(self._prefill, 1, self._has_partner))
 
     def has_prefill(self) -> bool:
         """True if there are prefill workers, whether they have partners or not."""
@@ -127,7 +134,7 @@ class Candidates:
     def _has_partner(self, prefill: WorkerClient) -> bool:
         if prefill in self._exclude:
             return False
-        if not self._exclude or self._only_decode is not None:
+        if not self._exclude or self._only_decode is not None or self._is_pooling:
             return True
         return any(decode not in self._exclude for decode in self.partners(prefill))
 

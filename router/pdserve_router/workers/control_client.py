@@ -1,16 +1,21 @@
 """What a router has workers do beside serving: their ControlService."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
-from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, NoWorkerError
+from pdserve_common.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NoWorkerError,
+    PdserveError,
+)
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.rpc import open_channel
+from pdserve_common.rpc import open_channel, retry_after_ms_of
 from pdserve_common.tls import Tls
 from pdserve_common.verbs import AddLora, RemoveLora
 from pdserve_common.wire import from_proto, to_proto
@@ -18,11 +23,14 @@ from pdserve_common.wire import from_proto, to_proto
 # Of reading an adapter from slow storage.
 LOAD_TIMEOUT_S = 300.0
 REMOVE_TIMEOUT_S = 30.0
+# A worker does one thing at a time, and ends what its caller has given up between two steps.
+BUSY_TIMEOUT_S = 5.0
 
 
 class ControlClient:
     """Each call is to one worker, by its host:port. They raise InvalidRequestError or
-    FailedPreconditionError as the worker does, NoWorkerError for one that does not answer.
+    FailedPreconditionError as the worker does, NoWorkerError for one that does not answer. If a
+    worker is busy they try again before they raise, for BUSY_TIMEOUT_S.
     """
 
     def __init__(self, tls: Tls | None) -> None:
@@ -33,24 +41,33 @@ class ControlClient:
     ) -> LoRAAdapter:
         verb = AddLora(lora_request=lora, keep_others=keep_others)
         request: control_pb2.AddLoraRequest = to_proto(verb)
-        async with self._stub(address) as stub:
-            response = await stub.AddLora(request, timeout=LOAD_TIMEOUT_S)
+        response = await self._call(address, "AddLora", request, LOAD_TIMEOUT_S)
         return from_proto(LoRAAdapter, response.adapter)
 
     async def remove_lora(self, address: str, name: str, digest: str = "") -> None:
         request: control_pb2.RemoveLoraRequest = to_proto(RemoveLora(lora_name=name, digest=digest))
-        async with self._stub(address) as stub:
-            await stub.RemoveLora(request, timeout=REMOVE_TIMEOUT_S)
+        await self._call(address, "RemoveLora", request, REMOVE_TIMEOUT_S)
 
-    @asynccontextmanager
-    async def _stub(self, address: str) -> AsyncIterator[Any]:
+    async def _call(self, address: str, method: str, request: Message, timeout_s: float) -> Any:
+        waited_s = 0.0
         async with open_channel(address, self._tls) as channel:
-            try:
-                yield control_grpc.ControlServiceStub(channel)
-            except grpc.aio.AioRpcError as error:
-                message = f"worker {address}: {error.details()}"
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    raise InvalidRequestError(message) from error
-                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                    raise FailedPreconditionError(message) from error
-                raise NoWorkerError(f"{message} ({error.code().name})") from error
+            call = getattr(control_grpc.ControlServiceStub(channel), method)
+            while True:
+                try:
+                    return await call(request, timeout=timeout_s)
+                except grpc.aio.AioRpcError as error:
+                    refusal = _refusal_of(address, error)
+                    if refusal.retry_after_ms is None or waited_s >= BUSY_TIMEOUT_S:
+                        raise refusal from error
+                wait_s = min(refusal.retry_after_ms / 1000, BUSY_TIMEOUT_S)
+                await asyncio.sleep(wait_s)
+                waited_s += wait_s
+
+
+def _refusal_of(address: str, error: grpc.aio.AioRpcError) -> PdserveError:
+    message = f"worker {address}: {error.details()}"
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError(message)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return FailedPreconditionError(message, retry_after_ms=retry_after_ms_of(error))
+    return NoWorkerError(f"{message} ({error.code().name})")

@@ -5,9 +5,12 @@ import dataclasses
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
+    EngineError,
+    ErrorCode,
     FinishReason,
     KVPrefixSource,
 )
+from pdserve_common.errors import EngineDeadError
 from pdserve_router.workers.worker_client import WorkerClient
 
 
@@ -30,6 +33,18 @@ def make_legs(
         dataclasses.replace(request, kv_transfer_params=to_decode, prediction_token_ids=()),
         dataclasses.replace(request, kv_transfer_params=to_prefill),
     )
+
+
+def failure_of(output: EngineCoreOutput, worker: WorkerClient) -> EngineError:
+    """Return why a leg ended badly (`has_failed`). An abort that nobody here has asked for is the
+    worker's failure.
+    """
+    error = output.error
+    if error is not None and error.code is not ErrorCode.CANCELLED:
+        return error
+    why = output.finish_reason if error is None else error.message
+    message = f"worker {worker.address} ended the request: {why!s}"
+    return EngineDeadError(message).to_engine_error()
 
 
 def has_failed(output: EngineCoreOutput) -> bool:

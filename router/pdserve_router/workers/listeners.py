@@ -47,6 +47,10 @@ class Listeners:
         """Return the requests and their attempts."""
         return {name: listener.attempt for name, listener in self._by_request.items()}
 
+    def has(self, request: EngineCoreRequest) -> bool:
+        """Is it running, at this attempt?"""
+        return self.attempt_of(request.request_id) == request.attempt
+
     def attempt_of(self, request_id: str) -> int | None:
         listener = self._by_request.get(request_id)
         return listener.attempt if listener is not None else None

@@ -8,7 +8,15 @@ from pdserve_common.capabilities import NO_EXTRAS, Capabilities
 from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.errors import ModelNotFoundError
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.pooling_params import GENERATE
 from pdserve_router.workers.worker_client import WorkerClient
+
+
+def answering_role(info: EngineInfo) -> WorkerRole:
+    """Return whose workers end requests for such a worker's model: decode workers, or of a model
+    that pools prefill workers, each alone.
+    """
+    return WorkerRole.DECODE if GENERATE in info.tasks else WorkerRole.PREFILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +30,12 @@ class ModelLimits:
     capabilities: Capabilities = NO_EXTRAS
     # Of their caches; 0 if they have none, or differ.
     block_size: int = 0
-    # Adapters that clients can ask for: what any decode worker holds, one of a name.
+    # Adapters that clients can ask for: what any worker holds that ends requests, one of a name.
     adapters: tuple[LoRAAdapter, ...] = ()
-    # Digests of all that any decode worker holds, those without a name among them.
+    # Digests of all that any of them holds, those without a name among them.
     held: frozenset[str] = frozenset()
+    # Numbers in a pooled vector; 0 of models that generate.
+    embedding_size: int = 0
 
     def adapter(self, name: str) -> LoRAAdapter | None:
         """Return the adapter that clients call so; None if there is none."""
@@ -41,21 +51,17 @@ class ModelLimits:
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ModelLimits":
-        is_decode = info.role is WorkerRole.DECODE
+        is_answering = info.role is answering_role(info)
         return cls(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             capabilities=Capabilities.of(info),
             block_size=info.block_size if info.has_prefix_caching else 0,
-            adapters=tuple(each for each in info.adapters if each.name) if is_decode else (),
-            held=digests_of(info) if is_decode else frozenset(),
+            adapters=tuple(each for each in info.adapters if each.name) if is_answering else (),
+            held=info.adapter_digests if is_answering else frozenset(),
+            embedding_size=info.embedding_size,
         )
-
-
-def digests_of(info: EngineInfo) -> frozenset[str]:
-    """Return the digests of the adapters that a worker holds."""
-    return frozenset(adapter.digest for adapter in info.adapters)
 
 
 class SharedLimits:
@@ -64,6 +70,14 @@ class SharedLimits:
     def __init__(self) -> None:
         self._each: dict[WorkerClient, tuple[str, ModelLimits]] = {}
         self._counts: defaultdict[str, Counter[ModelLimits]] = defaultdict(Counter)
+        self._step_tokens: dict[WorkerClient, int] = {}
+        self._step_tokens_of_role: Counter[WorkerRole] = Counter()
+
+    @property
+    def num_step_tokens(self) -> int:
+        """How many prompt tokens all workers that compute prompts take in one step each."""
+        of_role = self._step_tokens_of_role
+        return of_role[WorkerRole.PREFILL] or of_role[WorkerRole.DECODE]
 
     def set(self, worker: WorkerClient, name: str) -> None:
         """Take a worker whose weights are `name`; empty: it takes no requests."""
@@ -75,6 +89,10 @@ class SharedLimits:
             self._counts[entry[0]][entry[1]] += 1
         if before is not None:
             self._remove(*before)
+        num_tokens = worker.info.max_num_batched_tokens if name and worker.info is not None else 0
+        self._step_tokens_of_role[worker.role] += num_tokens - self._step_tokens.pop(worker, 0)
+        if num_tokens:
+            self._step_tokens[worker] = num_tokens
 
     def of(self, name: str) -> ModelLimits | None:
         """Return what all workers of these weights can take; None if there are none."""
@@ -92,6 +110,7 @@ class SharedLimits:
             block_size=sizes.pop() if len(sizes) == 1 else 0,
             adapters=_adapters_of(every),
             held=frozenset().union(*(each.held for each in every)),
+            embedding_size=max(each.embedding_size for each in every),
         )
 
     def _remove(self, name: str, limits: ModelLimits) -> None:

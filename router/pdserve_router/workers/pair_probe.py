@@ -3,6 +3,7 @@ works, and on one worker.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.pooling_params import GENERATE, PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_router.workers.legs import has_failed, make_legs
@@ -35,7 +37,7 @@ async def probe(
     what the transfer was. Raises ProbeFailedError.
     """
     assert decode.info is not None
-    request = _request(decode.info, clock() + timeout_s)
+    request = _request(decode.info, now=clock(), timeout_s=timeout_s)
     run = _Probe(prefill, decode)
     try:
         run.start(request)
@@ -52,12 +54,16 @@ async def probe(
 async def probe_alone(
     worker: WorkerClient, *, timeout_s: float, clock: Callable[[], float]
 ) -> None:
-    """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff.
-    Raises ProbeFailedError.
+    """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff, or
+    their vector if its model pools. Raises ProbeFailedError.
     """
     assert worker.info is not None
+    is_pooling = GENERATE not in worker.info.tasks
     num_tokens = 1 if worker.role is WorkerRole.PREFILL else _NUM_TOKENS
-    request = _request(worker.info, clock() + timeout_s, num_tokens=num_tokens)
+    request = _request(worker.info, now=clock(), timeout_s=timeout_s, num_tokens=num_tokens)
+    if is_pooling:
+        params = PoolingParams(task=worker.info.tasks[0])
+        request = dataclasses.replace(request, sampling_params=None, pooling_params=params)
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token_ids: list[int] = []
 
@@ -67,6 +73,8 @@ async def probe_alone(
             return
         if has_failed(output):
             result.set_exception(ProbeFailedError(f"it failed: {_why(output)}"))
+        elif is_pooling and output.pooling_output is not None:
+            result.set_result(None)
         elif len(token_ids) != num_tokens:
             result.set_exception(ProbeFailedError(f"{len(token_ids)} of {num_tokens} tokens came"))
         else:
@@ -84,7 +92,7 @@ async def probe_alone(
 
 
 def _request(
-    info: EngineInfo, deadline: float, *, num_tokens: int = _NUM_TOKENS
+    info: EngineInfo, *, now: float, timeout_s: float, num_tokens: int = _NUM_TOKENS
 ) -> EngineCoreRequest:
     others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
     ordinary = list(itertools.islice(others, info.block_size))
@@ -99,7 +107,8 @@ def _request(
         # Before all others, and beside a full batch: behind a long queue it would fail, and have
         # decode workers compute prompts that prefill workers are there for.
         priority=PROBE_PRIORITY,
-        deadline=deadline,
+        arrival_time=now,
+        deadline=now + timeout_s,
     )
 
 

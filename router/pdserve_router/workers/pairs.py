@@ -14,6 +14,7 @@ from pdserve_common.engine_types import KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.indexed_set import IndexedSet
+from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.pair_groups import Group, PairGroups, group_of, other_side
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe
 from pdserve_router.workers.route_table import RouteTable
@@ -140,10 +141,12 @@ class Pairs:
         )
 
     def update(self, worker: WorkerClient, *, is_listed: bool) -> None:
-        """Take a worker of the pool as it is now; a restarted one's pairs begin anew. `advance` is
-        to follow.
+        """Take a worker of the pool as it is now; a restarted one's pairs begin anew, and one whose
+        model pools has none. `advance` is to follow.
         """
-        is_known = is_listed and worker.info is not None
+        info = worker.info
+        hands_off = info is not None and answering_role(info) is WorkerRole.DECODE
+        is_known = is_listed and hands_off
         member = self._members.get(worker)
         is_same = is_known and member is not None and member.is_of(worker)
         if member is not None and not is_same:

@@ -96,7 +96,7 @@ class PrefixRouting:
         costs = []
         for p in heapq.nsmallest(_NUM_PAIRED, prefill, key=prefill.__getitem__):
             drawn, partners = candidates.draw_partners(p, _NUM_DRAWN), candidates.partners(p)
-            for d in {*drawn, *[d for d in holders if d in partners]}:
+            for d in dict.fromkeys((*drawn, *[d for d in holders if d in partners])):
                 if d not in decode:
                     decode[d] = self._decode_cost(d, num_known, cached)
                 costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))
@@ -116,12 +116,25 @@ class PrefixRouting:
         holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
         costs = [
             (num_known - cached.num_tokens(d) + self._decode_cost(d, num_known, cached), d)
-            for d in {*candidates.draw_decode(_NUM_DRAWN), *holders}
+            for d in dict.fromkeys((*candidates.draw_decode(_NUM_DRAWN), *holders))
         ]
         if not costs:
             return None
         chosen = _one_of_best(costs)
         self._sent.add(chosen, 1)
+        return chosen
+
+    def pick_prefill(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        """See RoutingPolicy."""
+        cached = candidates.cached(request)
+        num_known = num_known_tokens(request)
+        prefill = self._prefill_costs(num_known, cached, candidates)
+        if not prefill:
+            return None
+        chosen = _one_of_best((cost, worker) for worker, cost in prefill.items())
+        self._sent.add(chosen, num_known - cached.num_tokens(chosen))
         return chosen
 
     def _prefill_costs(

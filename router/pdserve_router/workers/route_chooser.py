@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError
@@ -18,7 +18,7 @@ from pdserve_router.workers.worker_client import WorkerClient
 _RETRY_AFTER_MS = 1000
 
 # Where a request goes, and why it stays on D; values of metrics' labels.
-RoutePath = Literal["disaggregated", "local"]
+RoutePath = Literal["disaggregated", "local", "pooling"]
 LocalReason = Literal[
     "beam_search", "max_tokens_1", "disabled", "short_prompt", "cached_prompt",
     "no_prefill_worker", "no_proven_pair", "prefill_queue",
@@ -59,9 +59,36 @@ class Route:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
+    def prompt_worker(self) -> WorkerClient:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
+    @property
     def epochs(self) -> tuple[str, ...]:
         """Which starts of the workers' processes these are, as of now."""
         return tuple(worker.epoch for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRoute:
+    """The one worker of a pooling request, a prefill worker."""
+
+    prompt_worker: WorkerClient
+    path: ClassVar[RoutePath] = "pooling"
+    reason: ClassVar[Literal[""]] = ""
+
+    @property
+    def workers(self) -> tuple[WorkerClient, ...]:
+        """It alone."""
+        return (self.prompt_worker,)
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """Which start of its process this is, as of now."""
+        return (self.prompt_worker.epoch,)
+
+
+AnyRoute = Route | PoolingRoute
 
 
 class RouteChooser:
@@ -88,8 +115,9 @@ class RouteChooser:
         decode: WorkerClient | None = None,
         session: str = "",
         hashes: Sequence[int] = (),
-    ) -> Route:
+    ) -> AnyRoute:
         """Choose among the workers placed under `name`; see WorkerPool.route."""
+        is_pooling = request.pooling_params is not None
         candidates = Candidates(
             self._table,
             name,
@@ -98,7 +126,10 @@ class RouteChooser:
             exclude=exclude,
             only_decode=decode,
             max_queue_tokens=self._rules.max_prefill_queue_tokens,
+            is_pooling=is_pooling,
         )
+        if is_pooling:
+            return self._pooling(request, candidates, session)
         if reason := self._reason_to_stay(request):
             return self._local(request, candidates, reason, session)
         if cached := self._with_prompt_cached(request, candidates):
@@ -108,6 +139,21 @@ class RouteChooser:
             source = self._prefix_source(request, candidates, *pair, exclude)
             return Route(prefill=pair[0], decode=pair[1], prefix_source=source)
         return self._downgrade(request, candidates, session)
+
+    def _pooling(
+        self, request: EngineCoreRequest, candidates: Candidates, session: str
+    ) -> PoolingRoute:
+        """Raises NoWorkerError if no prefill worker is left, or all that are keep failing;
+        OverloadedError if too much waits on them.
+        """
+        worker = self._policy.pick_prefill(request, candidates, session=session)
+        if worker is not None:
+            return PoolingRoute(prompt_worker=worker)
+        if candidates.has_prefill():
+            raise OverloadedError(_REASONS["prefill_queue"], retry_after_ms=_RETRY_AFTER_MS)
+        raise NoWorkerError(
+            "no prefill worker is left for this request", retry_after_ms=_RETRY_AFTER_MS
+        )
 
     def _prefix_source(
         self,

@@ -15,7 +15,8 @@ class RouteTable:
 
     def __init__(self) -> None:
         self._names: dict[WorkerClient, frozenset[str]] = {}
-        self._links: defaultdict[WorkerClient, set[WorkerClient]] = defaultdict(set)
+        # In the order of their links: what is drawn is the same with the same random numbers.
+        self._links: defaultdict[WorkerClient, dict[WorkerClient, None]] = defaultdict(dict)
         self._partners: dict[tuple[WorkerClient, str], IndexedSet[WorkerClient]] = {}
         self._placed: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
         self._paired: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
@@ -51,15 +52,14 @@ class RouteTable:
 
     def link(self, prefill: WorkerClient, decode: WorkerClient) -> None:
         """The two work together."""
-        self._links[prefill].add(decode)
-        self._links[decode].add(prefill)
+        self._links[prefill][decode] = self._links[decode][prefill] = None
         for name in self._shared_names(prefill, decode):
             self._join(prefill, decode, name)
 
     def unlink(self, prefill: WorkerClient, decode: WorkerClient) -> None:
         """The two no longer work together."""
         for worker, other in ((prefill, decode), (decode, prefill)):
-            self._links[worker].discard(other)
+            self._links[worker].pop(other, None)
             if not self._links[worker]:
                 del self._links[worker]
         for name in self._shared_names(prefill, decode):

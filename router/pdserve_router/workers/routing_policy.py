@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
@@ -16,6 +16,7 @@ _NUM_IN_TURN = 8
 _MAX_SESSIONS = 1 << 16
 
 Pair = tuple[WorkerClient, WorkerClient]
+T = TypeVar("T")
 
 
 class RoutingPolicy(Protocol):
@@ -32,6 +33,13 @@ class RoutingPolicy(Protocol):
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> WorkerClient | None:
         """Return the decode worker of a request that needs no other; None if there is none."""
+
+    def pick_prefill(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        """Return the prefill worker of a pooling request, which needs no other; None if there is
+        none.
+        """
 
 
 class RoundRobin:
@@ -55,6 +63,11 @@ class RoundRobin:
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> WorkerClient | None:
         return self._pick(candidates.draw_decode(_NUM_IN_TURN))
+
+    def pick_prefill(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        return self._pick(candidates.draw_prefill(_NUM_IN_TURN))
 
     def _pick(self, drawn: Sequence[WorkerClient]) -> WorkerClient | None:
         if not drawn:
@@ -87,6 +100,11 @@ class PowerOfTwo:
     ) -> WorkerClient | None:
         return min(candidates.draw_decode(2), key=load, default=None)
 
+    def pick_prefill(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        return min(candidates.draw_prefill(2), key=load, default=None)
+
 
 class SessionAffinity:
     """A session stays with its pair until one of the two is gone or saturated; whatever else comes
@@ -97,6 +115,8 @@ class SessionAffinity:
         self._others = PowerOfTwo()
         # The one that was used last is the last.
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
+        # Of pooling requests.
+        self._prefills: OrderedDict[str, WorkerClient] = OrderedDict()
 
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
@@ -107,10 +127,7 @@ class SessionAffinity:
             return kept
         pair = self._others.pick_pair(request, candidates)
         if session and pair is not None:
-            self._pairs[session] = pair
-            self._pairs.move_to_end(session)
-            if len(self._pairs) > _MAX_SESSIONS:
-                self._pairs.popitem(last=False)
+            _keep(self._pairs, session, pair)
         return pair
 
     def pick_decode(
@@ -120,6 +137,23 @@ class SessionAffinity:
         if kept is not None and candidates.allows_decode(kept) and not _is_saturated(kept):
             return kept
         return self._others.pick_decode(request, candidates)
+
+    def pick_prefill(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        worker = self._prefills.get(session)
+        if worker is None or not candidates.allows_prefill(worker) or _is_saturated(worker):
+            worker = self._others.pick_prefill(request, candidates)
+        if session and worker is not None:
+            _keep(self._prefills, session, worker)
+        return worker
+
+
+def _keep(kept: OrderedDict[str, T], session: str, workers: T) -> None:
+    kept[session] = workers
+    kept.move_to_end(session)
+    if len(kept) > _MAX_SESSIONS:
+        kept.popitem(last=False)
 
 
 def _can_take(pair: Pair, candidates: Candidates) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
@@ -43,6 +44,18 @@ class _Set:
         return sum(map(len, self.workers.values()))
 
     @property
+    def role(self) -> WorkerRole:
+        """Whose workers end requests."""
+        every = itertools.chain(*self.workers.values())
+        info = next((worker.info for worker in every), None)
+        return WorkerRole.DECODE if info is None else answering_role(info)
+
+    @property
+    def is_able(self) -> bool:
+        """True if it could serve."""
+        return bool(self.workers[self.role])
+
+    @property
     def rank(self) -> tuple[int, bool, int, str]:
         """The higher, the rather it serves. The last two make routers agree: older workers."""
         every = itertools.chain(*self.workers.values())
@@ -58,6 +71,7 @@ class ServedWeights:
     takes over if the incumbent has no decode worker any more; or if more of its workers are ready
     than the incumbent has, and it has a usable pair wherever the incumbent has prefill workers. So
     a worker that is alone in its weights gets nothing, and a rolling update ends with the new ones.
+    Of models that pool, prefill workers are what decode workers are of others, without pairs.
     The incumbent's workers count until they drain, leave the list, come back with other weights or
     are lost for GONE_S: what comes and goes changes nothing back and forth.
 
@@ -79,6 +93,8 @@ class ServedWeights:
         """
         # Empty: none yet.
         self.name = ""
+        # Whose workers end requests.
+        self.role = WorkerRole.DECODE
         self._disaggregation = disaggregation
         self._require_exact = require_exact
         self._on_change = on_change
@@ -135,8 +151,8 @@ class ServedWeights:
 
     def decide(self, *, num_dialed: int, has_settled: bool) -> bool:
         """Return whether other weights serve than before, after all that was noted. Before the pool
-        has settled the first set is chosen only if the decode workers that are still dialed cannot
-        change it.
+        has settled the first set is chosen only if the workers that are still dialed, of those that
+        end requests, cannot change it.
         """
         before = self.name
         self._expire()
@@ -161,14 +177,14 @@ class ServedWeights:
 
     def _ranked(self, sets: Iterable[_Set]) -> list[_Set]:
         """Return those that could serve, the first of them first."""
-        able = [each for each in sets if each.workers[WorkerRole.DECODE]]
+        able = [each for each in sets if each.is_able]
         return sorted(able, key=lambda each: each.rank, reverse=True)
 
     def _choose(self, num_dialed: int, *, has_settled: bool) -> None:
         sets = self._ranked(self._sets.values())
         sizes = [len(each) for each in sets] + [0, 0]
         if sets and (has_settled or sizes[0] - sizes[1] > num_dialed or not num_dialed):
-            self.name = sets[0].name
+            self.name, self.role = sets[0].name, sets[0].role
             logger.info("weights %s serve, %d workers are ready", self.name, sizes[0])
 
     def _maybe_change(self) -> None:
@@ -179,17 +195,18 @@ class ServedWeights:
         first = self._ranked(others)[0]
         text = "weights %s take over, %d workers are ready; %s had %d: %s get no new requests"
         logger.warning(text, first.name, len(first), self.name, size, self.name)
-        self.name = first.name
+        self.name, self.role = first.name, first.role
         self._members.clear()
         self._lost.clear()
 
     def _may_take_over(self, other: _Set) -> bool:
-        if not other.workers[WorkerRole.DECODE]:
+        if not other.is_able:
             return False
         roles = {role for role, _ in self._members}
-        if WorkerRole.DECODE not in roles:
+        if self.role not in roles:
             return True
-        needs_pair = self._disaggregation and WorkerRole.PREFILL in roles
+        has_prefill = WorkerRole.PREFILL in roles and other.role is WorkerRole.DECODE
+        needs_pair = self._disaggregation and has_prefill
         is_larger = len(other) > len(self._members)
         return is_larger and (not needs_pair or self._has_pair(other.name))
 

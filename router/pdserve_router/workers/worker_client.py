@@ -35,20 +35,23 @@ from pdserve_common.errors import (
 )
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.rpc import open_channel
-from pdserve_common.tls import Tls
+from pdserve_common.rpc import OpenChannel, open_channel
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import (
     AttachStream,
     LinkLostError,
     LinkTimings,
     StreamBrokenError,
+    is_refused,
+    reason_of,
 )
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.held_tensors import HeldTensors
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.prefix_index import PrefixIndex
+from pdserve_router.workers.tensor_client import TensorClient
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +93,12 @@ class WorkerClient:
         on_change: Callable[[], None],
         prefix_index: "PrefixIndex[WorkerClient] | None" = None,
         count_tokens: Callable[[int], None] = lambda num_tokens: None,
+        tensors: HeldTensors | None = None,
         timings: LinkTimings | None = None,
-        tls: Tls | None = None,
+        open_channel: OpenChannel = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefix_index` is told what the worker has cached."""
+        """`prefix_index` is told what the worker has cached; `tensors` has what requests name."""
         self.address = address
         self.host, _, self._port = address.rpartition(":")
         self.role = role
@@ -102,6 +106,9 @@ class WorkerClient:
         self.info: EngineInfo | None = None
         # Of what it computes; unknown until it was attached once.
         self.origin = UNKNOWN
+        # Digests of the adapters that its processes had before it started again, and that it has
+        # not got back.
+        self.forgotten: frozenset[str] = frozenset()
         self.stats: SchedulerStats | None = None
         # Attached to it, this one among them.
         self.num_routers = 1
@@ -114,9 +121,12 @@ class WorkerClient:
         self._on_change = on_change
         self._count_tokens = count_tokens
         self._timings = timings or LinkTimings()
-        self._tls = tls
+        self._open_channel = open_channel
         self._listeners = Listeners()
         self._stream: AttachStream | None = None
+        self._tensors = HeldTensors() if tensors is None else tensors
+        # As long as the stream.
+        self._puts: TensorClient | None = None
         # The first frame that has not come; 0 before the first one.
         self._next_frame_seq = 0
         # While REATTACHING: what it was before, and when the wait ends.
@@ -186,14 +196,28 @@ class WorkerClient:
         finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
         has raised. A token that comes alone goes to `take_token` first; those that it takes are
         told to `count_tokens`. A higher attempt takes the place of the one that runs, which gets no
-        end. A paused worker keeps the request until it goes on. Raises NoWorkerError if the worker
-        takes nothing.
+        end. A paused worker keeps the request until it goes on. Tensors that it names are put
+        first. Raises NoWorkerError if the worker takes nothing.
         """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.to_proto(request)
         handle = self._listeners.add(request, on_output, on_defect, take_token)
-        self._send(service_pb2.AttachRequest(add_request=message, handle=handle))
+        added = service_pb2.AttachRequest(add_request=message, handle=handle)
+        if not request.mm_features or self._puts is None:
+            self._send(added)
+            return
+        self._puts.then(
+            request,
+            lambda: self._send(added),
+            lambda error: self._fail_to_put(request, error),
+        )
+
+    def _fail_to_put(self, request: EngineCoreRequest, error: PdserveError) -> None:
+        if self.state in _ATTACHED:
+            # An attempt before may run there, which this one should have superseded.
+            self._abort_there(request.request_id)
+        self._end_with(request.request_id, error.to_engine_error())
 
     def abort(self, request_id: str) -> None:
         """End a request; its callback is not called any more. Workers ignore ids they do not know,
@@ -220,7 +244,7 @@ class WorkerClient:
     async def _run(self) -> None:
         while True:
             # A channel for each stream: it takes its certificates when it is made.
-            async with open_channel(self.address, self._tls) as channel:
+            async with self._open_channel(self.address) as channel:
                 await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
             # Jitter: routers that lost the same worker do not return all at once.
             await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
@@ -241,6 +265,9 @@ class WorkerClient:
             next_frame_seq=lambda: self._next_frame_seq,
             clock=self._clock,
         )
+        self._puts = TensorClient(
+            stub, self._tensors, is_wanted=self._listeners.has, clock=self._clock
+        )
         self._attached_at = None
         self._kv_cache.on_stream()
         try:
@@ -255,6 +282,8 @@ class WorkerClient:
             self._lost("internal error of the router")
         finally:
             self._stream = None
+            puts, self._puts = self._puts, None
+            await puts.close()
         if self._attached_at is not None:
             # A link that held is replaced at once, one that flaps is not.
             is_old = self._clock() - self._attached_at > self._timings.heartbeat_s
@@ -328,6 +357,9 @@ class WorkerClient:
         if not is_same:
             self._kv_cache.on_lost()
             self.breaker = CircuitBreaker(clock=self._clock)
+            before = self.info.adapter_digests if self.info is not None else frozenset()
+            # It may end again before it was given all of them.
+            self.forgotten = (before | self.forgotten) - info.adapter_digests
         self.info = info
         self.origin = Origin.of(info)
         self.state = self._held_state if is_same and was_held else WorkerState.READY
@@ -347,10 +379,10 @@ class WorkerClient:
         """Keep what the worker still has of ours, end the rest on this side and on the other."""
         ours = self._listeners.attempts()
         kept = {name for name, attempt in adopted if ours.get(name) == attempt}
-        for request_id in ours.keys() - kept:
+        for request_id in [name for name in ours if name not in kept]:
             self._end_as_lost(request_id, "it no longer has the request")
         if unwanted := {name for name, _ in adopted} - kept:
-            self._abort_there(*unwanted)
+            self._abort_there(*sorted(unwanted))
         if not kept:
             # The worker may have forgotten us and count anew; old frames are nobody's.
             self._next_frame_seq = 0
@@ -392,6 +424,7 @@ class WorkerClient:
     def _on_adapters(self, held: LoRAAdapters) -> None:
         if self.info is not None and held.version > self.info.adapters_version:
             self.info = self.info.with_adapters(held)
+            self.forgotten -= self.info.adapter_digests
             logger.info("worker %s has %d LoRA adapters", self.address, len(held.adapters))
             self._on_change()
 
@@ -407,10 +440,10 @@ class WorkerClient:
 
     def _broken(self, error: StreamBrokenError | grpc.aio.AioRpcError) -> None:
         """Hold the requests if the worker may still have them."""
-        reason = _reason(error)
+        reason = reason_of(error)
         if self.state in _ATTACHED:
             self._hold(reason)
-        elif self.state is not WorkerState.REATTACHING or _is_refused(error):
+        elif self.state is not WorkerState.REATTACHING or is_refused(error):
             self._lost(reason)
 
     def _hold(self, reason: str) -> None:
@@ -479,15 +512,3 @@ class WorkerClient:
                     error=error,
                 )
             )
-
-
-def _is_refused(error: Exception) -> bool:
-    # gRPC has one status for all that can be wrong with a connection. If its words change, requests
-    # of a worker that is gone wait for dead_after_s.
-    return "Connection refused" in _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name} {error.details()}".rstrip()
-    return str(error)

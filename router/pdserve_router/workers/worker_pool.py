@@ -5,7 +5,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import attrgetter
@@ -15,27 +14,25 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, Work
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter
 from pdserve_common.metrics import RouterMetrics
-from pdserve_common.tls import Tls
+from pdserve_common.rpc import OpenChannel, open_channel
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
-from pdserve_router.workers.model_limits import ModelLimits, SharedLimits, digests_of
+from pdserve_router.workers.held_tensors import DEFAULT_MAX_BYTES, HeldTensors
+from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.pairs import SETTLE_S, Pairs
 from pdserve_router.workers.prefix_index import PrefixIndex
-from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
+from pdserve_router.workers.route_chooser import AnyRoute, RouteChooser, RoutingRules
 from pdserve_router.workers.route_table import RouteTable, name_with_adapter
 from pdserve_router.workers.served_weights import ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker_states import WorkerStates
 from pdserve_router.workers.worker_trials import WorkerTrials
 
 logger = logging.getLogger(__name__)
-
-# Values of a metric's label. The last two are ready and refused: other weights than those that
-# serve, and an engine_id that is in use.
-WORKER_STATES = (*(state.value for state in WorkerState), "mismatched", "duplicate")
 
 # A worker, or a prefill and a decode worker together.
 Failing = WorkerClient | tuple[WorkerClient, WorkerClient]
@@ -55,8 +52,9 @@ class WorkerPool:
         metrics: RouterMetrics,
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
-        tls: Tls | None = None,
         cell: Cell | None = None,
+        max_held_tensor_bytes: int = DEFAULT_MAX_BYTES,
+        open_channel: OpenChannel = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefill` and `decode` are host:port or sources as in `discovery`, of which the workers
@@ -66,7 +64,7 @@ class WorkerPool:
         self._model = model
         self._router_id = router_id
         self._timings = timings
-        self._tls = tls
+        self._open_channel = open_channel
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
@@ -83,6 +81,9 @@ class WorkerPool:
         self.prefix_index = PrefixIndex[WorkerClient](
             role_of=attrgetter("role"), metrics=metrics.prefix_index
         )
+        # What live requests name.
+        self.tensors = HeldTensors(max_bytes=max_held_tensor_bytes)
+        metrics.pictures.follow(lambda: self.tensors.num_bytes)
         self._chooser = RouteChooser(rules, self._table, self.prefix_index)
         self._sources = {
             role: Discovery(
@@ -110,22 +111,20 @@ class WorkerPool:
             on_change=self._on_change,
             clock=clock,
         )
-        self._limits = SharedLimits()
+        self.shared_limits = SharedLimits()
         # Since when those that are listed and not ready are not.
         self._gone_since: dict[WorkerClient, float] = {}
         # Listed ones that keep failing.
         self._failing: dict[WorkerClient, None] = {}
-        # As they were counted: how many listed workers of a role are in a state.
-        self._states: dict[WorkerClient, str] = {}
-        self._num_in_state: Counter[tuple[WorkerRole, str]] = Counter()
+        self._states = WorkerStates(metrics)
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Told by the timer alone: it may come a moment before its time.
         self._has_settled = False
         self._settle_timer: asyncio.TimerHandle | None = None
-        # From the first time it is ready until no decode worker is: then first proofs are not
-        # waited for.
+        # From the first time it is ready until no worker is that ends requests: then first proofs
+        # are not waited for.
         self._was_ready = False
         self.limits: ModelLimits | None = None
         self._list_workers()
@@ -140,13 +139,33 @@ class WorkerPool:
         return self._workers[WorkerRole.DECODE]
 
     @property
+    def answering_role(self) -> WorkerRole:
+        """Whose workers end requests; before any has told, it is of whom there are."""
+        is_known = self._weights.name or self.decode
+        return self._weights.role if is_known else WorkerRole.PREFILL
+
+    @property
+    def answering_name(self) -> str:
+        """What a worker is called that ends requests."""
+        is_pooling = self.answering_role is WorkerRole.PREFILL
+        return "prefill worker with a model that pools" if is_pooling else "decode worker"
+
+    @property
+    def answering(self) -> tuple[WorkerClient, ...]:
+        """The listed workers of that role."""
+        return self._workers[self.answering_role]
+
+    @property
     def is_ready(self) -> bool:
         """True if a request could be served now as it should be. Decode workers can work alone; but
         at first the proofs of pairs are waited for, for up to 10 s, so that no request is local
-        just because it came early. With `require_disaggregation` it takes a proven pair.
+        just because it came early. With `require_disaggregation` it takes a proven pair. A model
+        that pools takes a prefill worker and nothing else.
         """
-        if not self._available(WorkerRole.DECODE):
+        if not self._available():
             return False
+        if self.answering_role is WorkerRole.PREFILL:
+            return True
         if self._table.paired(WorkerRole.PREFILL, self._weights.name):
             return True
         return not self._rules.require_disaggregation and (
@@ -178,13 +197,14 @@ class WorkerPool:
         self._weights.close()
 
     def model_limits(self) -> ModelLimits:
-        """Return what requests are checked against. Raises NoWorkerError if no decode worker is
-        ready.
+        """Return what requests are checked against. Raises NoWorkerError if no worker is ready that
+        could end one.
         """
-        if self.limits is None or not self._available(WorkerRole.DECODE):
-            states = ", ".join(f"{w.address} {self._state_of(w)}" for w in self.decode)
+        if self.limits is None or not self._available():
+            states = ", ".join(f"{w.address} {self._state_of(w)}" for w in self.answering)
             raise NoWorkerError(
-                f"no decode worker is ready ({states or 'none is listed'})", retry_after_ms=1000
+                f"no {self.answering_name} is ready ({states or 'none is listed'})",
+                retry_after_ms=1000,
             )
         return self.limits
 
@@ -197,15 +217,16 @@ class WorkerPool:
         decode: WorkerClient | None = None,
         session: str = "",
         hashes: Sequence[int] = (),
-    ) -> Route:
+    ) -> AnyRoute:
         """Choose the workers of a request or of its next attempt, none of those in `exclude`, and
         no decode worker but `decode` if there is one; `session` is as RoutingPolicy has it, and
         `hashes` are the request's `prefix_hashes` if they are known. They
         are of the weights that serve, or of those of `origins`, which its answer has begun with.
-        Raises NoWorkerError if no other decode worker is ready or, where disaggregation is
-        required, no other pair; OverloadedError if there it would have to wait too long.
+        Raises NoWorkerError if no other decode worker is ready (of a pooling request: prefill
+        worker) or, where disaggregation is required, no other pair; OverloadedError if there it
+        would have to wait too long.
         """
-        if not self._available(WorkerRole.DECODE, origins):
+        if not self._available(origins):
             self._raise_no_worker(origins)
         name = self._weights.name_for(origins)
         if request.lora_request is not None:
@@ -215,16 +236,18 @@ class WorkerPool:
         )
 
     def may_serve_adapter(self, digest: str) -> bool:
-        """True if a listed decode worker holds it, or did when it was lost: it may come back."""
-        infos = (worker.info for worker in self.decode)
-        return any(info is not None and digest in digests_of(info) for info in infos)
+        """True if a listed worker that ends requests holds it, or did before it was lost."""
+        infos = (worker.info for worker in self.answering)
+        return any(info is not None and digest in info.adapter_digests for info in infos)
 
     def listed_adapters(self) -> tuple[LoRAAdapter, ...]:
         """Return the adapters that requests can use as they should: with a proven pair, if there
         are prefill workers.
         """
         name, adapters = self._weights.name, self.limits.adapters if self.limits else ()
-        if not self._table.workers(WorkerRole.PREFILL, name) or not self._rules.disaggregation:
+        has_prefill = bool(self._table.workers(WorkerRole.PREFILL, name))
+        is_paired = has_prefill and self.answering_role is WorkerRole.DECODE
+        if not is_paired or not self._rules.disaggregation:
             return adapters
         return tuple(
             each
@@ -264,17 +287,16 @@ class WorkerPool:
                 default=-math.inf,
             )
 
-        roles = [WorkerRole.DECODE]
+        roles = {self.answering_role}
         if self._rules.require_disaggregation:
-            roles.append(WorkerRole.PREFILL)
+            roles.add(WorkerRole.PREFILL)
         return min(map(last, roles))
 
     def _has_ready(self, role: WorkerRole, name: str) -> bool:
         """True if a worker of a set of weights is ready; empty: of any."""
         if name:
             return bool(self._weights.ready(role, name))
-        states = (WorkerState.READY.value, "mismatched")
-        return any(self._num_in_state[role, state] for state in states)
+        return self._states.count(role, WorkerState.READY.value, "mismatched") > 0
 
     def _is_other(self, worker: WorkerClient, name: str) -> bool:
         is_known = worker.info is not None
@@ -320,15 +342,18 @@ class WorkerPool:
                 worker.breaker.close()
                 self._note_breaker(worker)
 
-    def _available(
-        self, role: WorkerRole, origins: Collection[Origin] = ()
-    ) -> Collection[WorkerClient]:
-        """Return those that are ready for a new request, or to go on with such an answer."""
-        return self._weights.ready(role, self._weights.name_for(origins))
+    def _available(self, origins: Collection[Origin] = ()) -> Collection[WorkerClient]:
+        """Return those that are ready to end a new request, or to go on with such an answer."""
+        return self._weights.ready(self._weights.role, self._weights.name_for(origins))
 
     def _raise_no_worker(self, origins: Collection[Origin]) -> NoReturn:
         if not any(origin.weights for origin in origins):
             self.model_limits()
+        if self.answering_role is WorkerRole.PREFILL:
+            raise NoWorkerError(
+                "no prefill worker that is ready has the weights that the call began with",
+                retry_after_ms=1000,
+            )
         raise NoWorkerError(
             "the answer cannot be resumed here: no decode worker that is ready has the weights "
             "that began it"
@@ -346,7 +371,7 @@ class WorkerPool:
         self._on_change()
 
     def _is_settling(self) -> bool:
-        is_connecting = self._num_in_state[WorkerRole.PREFILL, WorkerState.CONNECTING.value] > 0
+        is_connecting = self._states.count(WorkerRole.PREFILL, WorkerState.CONNECTING.value) > 0
         return self._rules.disaggregation and (
             self._pairs.is_settling or (is_connecting and not self._has_settled)
         )
@@ -363,8 +388,9 @@ class WorkerPool:
             on_change=lambda: self._on_worker(client),
             prefix_index=self.prefix_index,
             count_tokens=self._metrics.generation_tokens.labels(model=self._model.name).inc,
+            tensors=self.tensors,
             timings=self._timings,
-            tls=self._tls,
+            open_channel=self._open_channel,
             clock=self._clock,
         )
         return client
@@ -438,16 +464,18 @@ class WorkerPool:
             self._note(worker)
             self._count(worker)
         self._pairs.advance()
-        num_dialed = self._num_in_state[WorkerRole.DECODE, WorkerState.CONNECTING.value]
+        num_dialed = self._states.count(self.answering_role, WorkerState.CONNECTING.value)
         if self._weights.decide(num_dialed=num_dialed, has_settled=self._has_settled):
             for worker in self._listed:
                 self._count(worker)
         self._keep_last()
-        self.limits = self._limits.of(self._weights.name)
+        self.limits = self.shared_limits.of(self._weights.name)
         self._trials.update(self._failing)
-        has_decode = bool(self._available(WorkerRole.DECODE))
-        self._was_ready = has_decode and (self._was_ready or self.is_ready)
-        self._show_counts()
+        is_able = bool(self._available())
+        self._was_ready = is_able and (self._was_ready or self.is_ready)
+        self._states.show(self._failing)
+        for adapter in self.limits.adapters if self.limits is not None else ():
+            self._metrics.lora.requests.begin(adapter.name)
 
     def _note(self, worker: WorkerClient) -> None:
         is_listed = worker in self._listed
@@ -458,7 +486,7 @@ class WorkerPool:
         is_distinct = is_listed and worker not in self._duplicates
         self._weights.note(worker, is_listed=is_distinct)
         name = self._weights.name_of(worker.origin) if is_distinct and worker.is_ready else ""
-        self._limits.set(worker, name)
+        self.shared_limits.set(worker, name)
         self._note_breaker(worker)
         if self._rules.disaggregation:
             self._pairs.update(worker, is_listed=is_distinct)
@@ -476,23 +504,8 @@ class WorkerPool:
     def _names_of(self, worker: WorkerClient) -> tuple[str, ...]:
         """Return the names in the table of a worker that has been attached."""
         name = self._weights.name_of(worker.origin)
-        digests = digests_of(worker.info) if worker.info is not None else ()
+        digests = worker.info.adapter_digests if worker.info is not None else ()
         return name, *(name_with_adapter(name, digest) for digest in digests)
 
     def _count(self, worker: WorkerClient) -> None:
-        if (before := self._states.pop(worker, None)) is not None:
-            self._num_in_state[worker.role, before] -= 1
-        if worker in self._listed:
-            self._states[worker] = state = self._state_of(worker)
-            self._num_in_state[worker.role, state] += 1
-
-    def _show_counts(self) -> None:
-        for role in WorkerRole:
-            name = role.name.lower()
-            for state in WORKER_STATES:
-                number = self._num_in_state[role, state]
-                self._metrics.workers.labels(role=name, state=state).set(number)
-            num_failing = sum(worker.role is role for worker in self._failing)
-            self._metrics.workers_failing.labels(role=name).set(num_failing)
-        for adapter in self.limits.adapters if self.limits is not None else ():
-            self._metrics.lora.requests.begin(adapter.name)
+        self._states.note(worker, self._state_of(worker) if worker in self._listed else None)

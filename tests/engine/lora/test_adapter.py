@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from pdserve_engine.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter
-from pdserve_engine.lora.adapter_config import LoraError
+from pdserve_engine.lora.adapter_config import LoraError, parse_adapter_config
 from support.adapters import ALL_PROJECTIONS
 
 LAYER = {"self_attn.q_proj": (32, 16), "self_attn.o_proj": (16, 32), "mlp.down_proj": (16, 24)}
@@ -108,7 +108,7 @@ def test_the_digest_is_of_what_is_computed(tmp_path: Path) -> None:
 def test_it_is_what_peft_merges(
     make_model: Callable[..., Path], tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    from pdserve_engine.models.llama import lora_targets
+    from pdserve_engine.models.llama_weights import lora_targets
     from pdserve_engine.models.registry import read_model_config
     from support.adapters import merged_model, write_adapter
 
@@ -186,6 +186,20 @@ REFUSED_CONFIGS: dict[str, tuple[object, str]] = {
     "layer text": (CONFIG | {"layers_to_transform": "0"}, "layers_to_transform is '0'"),
     "large": (CONFIG | {"revision": "x" * (1 << 20)}, "more than 1048576 bytes"),
 }
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_first_pattern_that_a_name_ends_in_counts(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [name.split(".") for name in TARGETS]
+    ends = {".".join(each[first:]) for each in parts for first in range(len(each))}
+    keys = rng.sample(sorted(ends | {"proj", "_proj", "other"}), rng.randint(0, 6))
+    pattern = {key: rank for rank, key in enumerate(keys, 5)}
+    fields = CONFIG | {"target_modules": "all-linear", "rank_pattern": pattern}
+    config = parse_adapter_config(json.dumps(fields).encode(), max_rank=64)
+    for name, scaled in config.scaled(TARGETS).items():
+        found = (rank for end, rank in pattern.items() if f".{name}".endswith(f".{end}"))
+        assert scaled.rank == next(found, 4)
 
 
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)

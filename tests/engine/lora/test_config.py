@@ -18,10 +18,6 @@ LINEARS = ("qkv", "attention_output", "gate_up", "down")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"tensor_parallel_size": 2, "device": "cuda"},
-            "lora is set and there are 2 ranks: with adapters there must be 1 on cuda",
-        ),
         ({"lora": ("a=x", "a=y")}, "lora names 'a' twice"),
         ({"lora": ("a",)}, "lora has 'a', must be NAME=PATH"),
         ({"lora": ("a=",)}, "lora has 'a=', must be NAME=PATH"),
@@ -30,10 +26,6 @@ LINEARS = ("qkv", "attention_output", "gate_up", "down")
         ({"max_lora_rank": 0}, "max_lora_rank is 0"),
         ({"max_loras": 0}, "max_loras is 0"),
         ({"lora": ("a=x", "b=x"), "max_loras": 1}, "lora has 2 adapters, must be at most 1"),
-        (
-            {"lora": (), "lora_root": "x", "pipeline_parallel_size": 2, "device": "cuda"},
-            "lora_root is set and there are 2 ranks",
-        ),
     ],
 )
 def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:

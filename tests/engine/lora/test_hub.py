@@ -304,5 +304,3 @@ def test_a_config_takes_them_where_the_hub_is_on() -> None:
     config = EngineConfig(lora=lora, lora_hub=True)
     assert config.adapter_paths == {"a": "hf://owner/name@main"}
     assert EngineConfig(lora_hub=True).has_adapters
-    with pytest.raises(ValueError, match="lora_hub is set and there are 2 ranks"):
-        EngineConfig(lora_hub=True, tensor_parallel_size=2, device="cuda")

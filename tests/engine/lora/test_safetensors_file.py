@@ -5,9 +5,15 @@ import random
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from pdserve_engine.lora.safetensors_file import DTYPES, parse_safetensors
+from pdserve_engine.lora.safetensors_file import (
+    DTYPES,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    parse_safetensors,
+)
 
 
 def parse(content: bytes) -> dict[str, torch.Tensor]:
@@ -50,7 +56,7 @@ def test_it_reads_nothing_that_the_library_refuses(seed: int) -> None:
         content[at] = rng.choice(b'0123456789abc[]{},:" ')
     try:
         expected = load(bytes(content))
-    except Exception:  # the library has no one class for what it refuses
+    except SafetensorError:
         with pytest.raises(ValueError, match=r"."):
             parse(bytes(content))
         return
@@ -74,6 +80,7 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         make({}, length=2**64 - 1),
         make([]),
         make(b"[" * 100_000),
+        make(b"{}".ljust(MAX_HEADER_BYTES)),
         make(b"{"),
         make(b"\xff"),
         make({"a": 1}),
@@ -88,6 +95,7 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         make({"a": {**ENTRY, "shape": [1.0]}}, bytes(4)),
         make({"a": {**ENTRY, "shape": [10**30]}}, bytes(4)),
         make({"a": {**ENTRY, "shape": "1"}}, bytes(4)),
+        make({"a": {**ENTRY, "shape": [1 << 47, 1 << 47, 0], "data_offsets": [0, 0]}}),
         make({"a": {**ENTRY, "data_offsets": [0, 4, 4]}}, bytes(4)),
         make({"a": {**ENTRY, "data_offsets": [4, 0]}}, bytes(4)),
         make({"a": {**ENTRY, "data_offsets": [4, 8]}}, bytes(8)),
@@ -98,3 +106,14 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 def test_what_is_no_such_file_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse(content)
+
+
+def test_a_tensor_has_few_dimensions() -> None:
+    """The product of as many sizes as a header has room for would take seconds."""
+    content = bytes(4)
+    most = {"a": {**ENTRY, "shape": [1] * MAX_DIMS}}
+    assert parse(make(most, content))["a"].dim() == MAX_DIMS
+    for size in (1, (1 << 48) - 1):
+        more = {"a": {**ENTRY, "shape": [size] * (MAX_DIMS + 1)}}
+        with pytest.raises(ValueError, match=f"'a' has {MAX_DIMS + 1} dimensions, at most"):
+            parse(make(more, content))

@@ -36,8 +36,7 @@ LINEARS = {
     "olmo2": UNFUSED,
     "gpt-neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "granite": UNFUSED,
-    "mixtral": ATTENTION,
-    "qwen3-moe": ATTENTION,
+    "olmoe": ATTENTION,
 }
 
 
@@ -144,7 +143,7 @@ def test_an_adapter_outlives_the_model_in_a_sleep(
         ("phi3", "q_proj", "target_modules has 'q_proj', .* served are down_proj, gate_up_proj, "),
         ("phi3", "lm_head", "target_modules has 'lm_head', which is no linear of the"),
         ("olmo2", "qkv_proj", "target_modules has 'qkv_proj', .* served are down_proj, gate_proj"),
-        ("mixtral", "experts", "target_modules has 'experts', which is no linear of the"),
+        ("olmoe", "experts", "target_modules has 'experts', which is no linear of the"),
     ],
 )
 def test_linears_that_a_model_does_not_have_are_named(
@@ -159,7 +158,7 @@ def test_linears_that_a_model_does_not_have_are_named(
 
 
 def test_adapters_of_experts_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = build(make_model, "mixtral")
+    folder = build(make_model, "olmoe")
     adapter = write_adapter(folder, tmp_path / "a", target_modules="all-linear")
     with pytest.raises(LoraError, match=r"target_parameters is .*gate_up_proj"):
         read(folder, adapter)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from pdserve_engine.models.config import LlamaConfig, ModelError
+from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import read_model_config
 
 LLAMA = {
@@ -65,6 +66,20 @@ def test_reads_what_transformers_saves(make_model: Callable[..., Path]) -> None:
         2.0,
     )
     assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_missing_fields_are_what_transformers_assumes(tmp_path: Path, architecture: str) -> None:
+    left_out = {"num_key_value_heads", "rms_norm_eps", "rope_theta"}
+    raw = {name: value for name, value in LLAMA.items() if name not in left_out}
+    raw |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    raw |= {"moe_intermediate_size": 64, "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    theirs = getattr(transformers, architecture).config_class.from_pretrained(tmp_path)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])

@@ -95,6 +95,17 @@ def test_it_is_refused_where_nothing_has_it(make_model: Callable[..., Path]) -> 
         EngineConfig(kv_cache_dtype="fp8")
     with pytest.raises(ModelError, match="kv_cache_dtype is fp8, which only our own code has"):
         read_model_config(make_model(), model_impl="transformers", kv_cache_dtype="fp8")
-    with pytest.raises(ValueError, match=r"compute capability 8\.0, must have 8\.9"):
-        model_source._check_fp8((8, 0))
-    model_source._check_fp8((9, 0))
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [("kv_cache_dtype", {"kv_cache_dtype": "fp8"}), ("quantization", {"quantization": "fp8"})],
+)
+def test_gpus_without_such_numbers_are_refused(
+    make_model: Callable[..., Path], field: str, options: dict[str, Any]
+) -> None:
+    config = read_model_config(make_model(), **options)
+    with pytest.raises(ValueError, match=rf"{field} is fp8, .* 8\.0, must have 8\.9"):
+        model_source._check_fp8(config, (8, 0))
+    model_source._check_fp8(config, (9, 0))
+    model_source._check_fp8(read_model_config(make_model(), quantization="int8"), (8, 0))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdserve_engine.models import loader
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.loader import Checkpoint, weights_digest
 from pdserve_engine.models.registry import load_model, read_model_config
@@ -129,3 +130,22 @@ def test_the_digest_is_stable_and_sees_changed_weights(editable: Path, tmp_path:
     assert weights_digest(copy) == before
     rewrite(editable, lambda tensors: tensors["lm_head.weight"].add_(1.0))
     assert weights_digest(editable) != before
+
+
+def test_a_file_is_not_opened_for_every_weight(
+    editable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But again for every KEPT_BYTES of it, so that its pages leave the process."""
+    opened: list[Path] = []
+    open_file = loader._open
+    monkeypatch.setattr(loader, "_open", lambda path: opened.append(path) or open_file(path))
+    checkpoint = Checkpoint(editable)
+    names = sorted(checkpoint.names)
+    assert len(names) > 9
+    for name in names:
+        checkpoint.read(name, dtype=torch.float32, device=CPU)
+    assert len(opened) == 2  # for the names, and for the weights
+    monkeypatch.setattr(loader, "KEPT_BYTES", 1)
+    for name in names:
+        checkpoint.read(name, dtype=torch.float32, device=CPU)
+    assert len(opened) >= 2 + len(names) - 1

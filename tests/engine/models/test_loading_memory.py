@@ -49,7 +49,8 @@ CASES = {
     "tied": Case("LlamaForCausalLM", TIED),
     "int8": Case("LlamaForCausalLM", DENSE, served="int8"),
     "transformers": Case("LlamaForCausalLM", DENSE, model_impl="transformers"),
-    "experts": Case("MixtralForCausalLM", EXPERTS, model_impl="transformers"),
+    "experts": Case("MixtralForCausalLM", EXPERTS),
+    "experts of transformers": Case("MixtralForCausalLM", EXPERTS, model_impl="transformers"),
 }
 # Prints for each case the most memory that a process had before and after. (Not ru_maxrss, in which
 # a new process starts where its parent was.) The processes share what takes longest, the imports; a

@@ -1,24 +1,24 @@
 """Quantized models: the formats they are stored in, and what rounding at load time costs."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.loader import Checkpoint, WeightPart
-from pdserve_engine.models.quantization import Quantization, read_quantization
+from pdserve_engine.models.quantization import IntQuantization, read_quantization
 from pdserve_engine.models.quantized_weights import read_projection
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_kernels import name_of, select
 from pdserve_kernels.reference.quantization import QuantizedWeight
+from support.checkpoints import change_tensors, logits_of, write
 from support.kernels import without_compiled_kernels
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 
@@ -241,7 +241,7 @@ def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[...
     ) -> Stored:
         torch.manual_seed(0)
         known = read_quantization({"quantization_config": quantization}, None)
-        assert known is not None
+        assert isinstance(known, IntQuantization)
         dense = load_file(source / "model.safetensors")
         stored: dict[str, torch.Tensor] = {}
         for name, tensor in dense.items():
@@ -263,42 +263,13 @@ def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[...
     return make
 
 
-def make_integers(shape: torch.Size, quantization: Quantization, has_zeros: bool) -> Integers:
+def make_integers(shape: torch.Size, quantization: IntQuantization, has_zeros: bool) -> Integers:
     bits, group_size = quantization.bits, quantization.group_size or shape[1]
     grid, half = (shape[0], -(-shape[1] // group_size)), 1 << (bits - 1)
     # Scales that neither fp16 nor bf16 has to round.
     scales = torch.randint(1, 128, grid) * 2.0**-7 / half
     zeros = torch.randint(1, 2 * half, grid) if has_zeros else torch.full(grid, half)
     return Integers(torch.randint(0, 2 * half, shape), zeros, scales, bits, group_size)
-
-
-def write(
-    source: Path, folder: Path, tensors: dict[str, torch.Tensor], quantization: object
-) -> None:
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quantization_config=quantization)
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def logits_of(folder: Path, chunk: int = 10_000, **config: Any) -> torch.Tensor:
-    driver = Driver(folder, **config)
-    seen = record_logits(driver)
-    driver.add("it", make_prompt(40))
-    driver.run("it", num_tokens=3, chunk=chunk)
-    driver.cache.close()
-    return torch.cat(seen[-3:])
 
 
 @pytest.mark.parametrize(("quantization", "store", "has_zeros"), FORMATS)
@@ -315,7 +286,7 @@ def test_a_quantized_checkpoint_is_the_dense_one_it_stands_for(
     assert (in_bf16 - expected)[0].std() < 0.05 * expected[0].std()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_request_gets_the_same_bits_whole_and_in_chunks(
     make_model: Callable[..., Path], quantization: str
 ) -> None:
@@ -348,7 +319,7 @@ def written() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("quantization", "largest_divergence", "least_agreement"),
-    [("int8", 0.001, 0.97), ("int4", 0.05, 0.85)],
+    [("int8", 0.001, 0.97), ("fp8", 0.005, 0.95), ("int4", 0.05, 0.85)],
 )
 def test_rounding_hardly_changes_what_the_model_says(
     written: list[list[int]],
@@ -367,17 +338,17 @@ def test_rounding_hardly_changes_what_the_model_says(
 def test_peers_of_another_quantization_refuse_each_other(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     hashes = set()
-    for quantization in (None, "int8", "int4"):
+    for quantization in (None, "int8", "int4", "fp8"):
         config = read_model_config(folder, quantization=quantization)  # type: ignore[arg-type]
         layout = KVCacheSpec.from_model(config, block_size=16, device=CPU).layout()
         hashes.add(compatibility_hash(folder, config, layout))
-    assert len(hashes) == 3
+    assert len(hashes) == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method is fp8, supported are compressed-tensors, awq,"),
+        ({"quant_method": "hqq"}, "quant_method is hqq, supported are compressed-tensors, awq,"),
         (COMPRESSED | {"format": "int-quantized"}, "config.format is int-quantized, supported is"),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (
@@ -505,9 +476,11 @@ def test_a_bias_that_the_model_would_leave_out_must_be_zero(
         (None, "float32", False, None),
         ("int8", "float32", True, "in float32 the cpu/"),
         ("int4", "bfloat16", False, "in bfloat16 the reference kernels"),
+        ("fp8", "bfloat16", True, "those of CUDA keep FP8"),
+        ("fp8", "bfloat16", False, "those of CUDA keep FP8"),
     ],
 )
-def test_it_says_where_integers_save_nothing(
+def test_it_says_where_quantization_saves_nothing(
     make_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

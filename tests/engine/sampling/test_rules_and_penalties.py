@@ -17,6 +17,7 @@ from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import NO_PROCESSORS
 from pdserve_engine.sampling.rules import TokenRules
+from pdserve_kernels import select
 from pdserve_kernels.sampling_batch import MIN_TEMPERATURE
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def make_rules(params: SamplingParams) -> TokenRules:
 
 
 def make_penalties(params: SamplingParams, *, row: int = 0, num_known: int = 7) -> Penalties:
-    penalties = Penalties(max_num_seqs=8, device=CPU)
+    penalties = Penalties(max_num_seqs=8, kernels=select(CPU))
     penalties.add(row, params, PROMPT + OUTPUT[:num_known], len(PROMPT))
     return penalties
 
@@ -153,7 +154,7 @@ def test_permitted_penalties_leave_logits_finite(
     params = SamplingParams(
         repetition_penalty=repetition, presence_penalty=others, frequency_penalty=others
     )
-    penalties = Penalties(max_num_seqs=1, device=CPU)
+    penalties = Penalties(max_num_seqs=1, kernels=select(CPU))
     penalties.add(0, params, [0, 1, 0, 1, 2], 2)
     logits = torch.tensor([values], dtype=torch.float32)
     penalties.apply(logits, rows_of(0))

@@ -1,24 +1,15 @@
 #include "decoder.h"
 
+#include <optional>
+
 #include "attention.h"
+#include "carver.h"
 
 namespace pds {
 namespace {
 
 // With so few rows every thread norms all of them for itself: a barrier would take longer.
 constexpr int64_t MAX_ROWS_NORMED_BY_ALL = 4;
-
-// Hands out pieces of the workspace; from 0 on it only adds up their sizes.
-struct Carver {
-  uintptr_t next;
-
-  template <typename T>
-  T* take(int64_t count) {
-    uintptr_t piece = next;
-    next += (static_cast<uintptr_t>(count) * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(piece);
-  }
-};
 
 struct Workspace {
   // [num_tokens, hidden_size], one after another for each thread that norms by itself.
@@ -30,6 +21,7 @@ struct Workspace {
   bf16* projected;  // [num_tokens, hidden_size]
   float* attention;
   float* shrunk;  // [num_tokens, row_ranks]
+  std::optional<MoeWorkspace> moe;  // layers with experts are of one shape
 
   Workspace(Carver& carver, const Decoder& decoder, const Step& step, int64_t num_threads) {
     const int64_t m = step.num_tokens, num_kv_heads = step.kv.num_kv_heads;
@@ -47,6 +39,9 @@ struct Workspace {
                                                        step.batches[group]));
     attention = carver.take<float>(floats);
     shrunk = carver.take<float>(m * step.row_ranks);
+    for (int64_t layer = 0; layer < decoder.num_layers && !moe; ++layer)
+      if (decoder.layers[layer].moe != nullptr)
+        moe.emplace(carver, *decoder.layers[layer].moe, m);
   }
 };
 
@@ -218,12 +213,17 @@ void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
                  adapters(&LoraLayer::attention_output)))
       return;
     states.add(team, workspace.projected, layer.post_attention_norm);
-    shrink(team, states.normed, m, layer.gate_up, gate_up);
-    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated, gate_up);
-    team.barrier();
-    if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected,
-                 adapters(&LoraLayer::down)))
-      return;
+    if (layer.moe != nullptr) {
+      fused_moe(team, *layer.moe, states.normed, m, *workspace.moe, workspace.projected);
+      team.barrier();
+    } else {
+      shrink(team, states.normed, m, layer.gate_up, gate_up);
+      linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated, gate_up);
+      team.barrier();
+      if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected,
+                   adapters(&LoraLayer::down)))
+        return;
+    }
     states.add(team, workspace.projected,
                is_last ? decoder.final_norm : decoder.layers[index + 1].input_norm);
   }

@@ -4,6 +4,7 @@
 #include "group.h"
 #include "layers.h"
 #include "linear.h"
+#include "moe.h"
 #include "paged_kv.h"
 #include "team.h"
 
@@ -18,6 +19,7 @@ struct DecoderLayer {
   const bf16* post_attention_norm;
   PackedLinear gate_up;  // in two parts
   PackedLinear down;
+  const Moe* moe;  // in place of gate_up and down, or null; those of all layers have one shape
   // Which of the step's batches it reads, the slot of its KV in a block, and its window (0: none).
   int64_t group, slot, window;
 };
@@ -26,7 +28,7 @@ struct Decoder {
   const DecoderLayer* layers;
   int64_t num_layers;
   const bf16* final_norm;  // or null: out is the residual, which layers elsewhere go on with
-  int64_t hidden_size, intermediate_size, num_heads;
+  int64_t hidden_size, intermediate_size, num_heads;  // the MLP's size, 0 if no layer has one
   float eps, scale;
   Rotary rotary;
   // The ranks that have the rest of the heads and of the MLP, each with slots for a row at least; null:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.triton.attention import Launch, launch_attention
+from pdserve_kernels.triton.attention import Launch
 from pdserve_kernels.triton.attention_tiles import (
     Tile,
     attend,
@@ -36,9 +36,9 @@ def paged_attention(
     scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """Causal GQA attention over the paged cache; see the reference's contract."""
-    return launch_attention(
-        _SplitLaunch, query, kv_cache, layer, metadata, scale, window, softcap, scales
-    )
+    return _SplitLaunch(
+        query, kv_cache, layer, metadata, scale, window=window, softcap=softcap, scales=scales
+    ).run()
 
 
 class _SplitLaunch(Launch):
@@ -138,7 +138,10 @@ def _merge(output, row_max, row_sum, part, part_max, part_sum):
     return output, tl.where(is_unseen, row_max, new_max), row_sum
 
 
-@triton.jit(do_not_specialize=["num_reqs", "layer", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "layer", "stride_table"],
+    do_not_specialize_on_alignment=["block_table_ptr"],
+)
 def _split_attention_kernel(
     query_ptr,
     kv_cache_ptr,

@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.groups import Group, check_num_sums, tree_sum
+from pdserve_kernels.groups import NUM_SUMS, Group, check_num_sums, tree_sum
 from pdserve_kernels.lora import LoraRows
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax
 from pdserve_kernels.triton.layers import silu_and_mul
-from pdserve_kernels.triton.linear_int import IntLinearWeight, dequantize, pack_integers
-from pdserve_kernels.triton.lora import add_rows
+from pdserve_kernels.triton.lora import LinearLora
+from pdserve_kernels.triton.quantized import QuantizedLinearWeight, dequantize, pack_quantized
 from pdserve_kernels.triton.sampling import argmax
+from pdserve_kernels.triton.step_lora import add_rows
 
 BLOCK_ROWS = 64
 BLOCK_OUT = 64
@@ -34,7 +35,7 @@ GROUP_BLOCKS = 8
 class TreeLinearWeight:
     """A weight [out_features, in_features] whose inputs are added up in num_sums equal parts."""
 
-    weight: torch.Tensor | IntLinearWeight
+    weight: torch.Tensor | QuantizedLinearWeight
     bias: torch.Tensor | None
     out_features: int
     in_features: int
@@ -56,15 +57,15 @@ def pack_linear(
     num_parts: int = 1,
     num_sums: int = 1,
 ) -> TreeLinearWeight:
-    """See the reference's contract. Shares the memory of a dense weight; integers become dense,
+    """See the reference's contract. Shares the memory of a dense weight; others become dense,
     rounded to their dtype, at every product.
     """
     del num_parts
     out_features, in_features = weight.shape
     check_num_sums(num_sums, in_features)
-    packed: torch.Tensor | IntLinearWeight
+    packed: torch.Tensor | QuantizedLinearWeight
     if isinstance(weight, QuantizedWeight):
-        packed = pack_integers(weight, None)
+        packed = pack_quantized(weight, None)
     else:
         packed = weight.detach().contiguous()
     return TreeLinearWeight(
@@ -86,12 +87,18 @@ def linear_sums(x: torch.Tensor, packed: TreeLinearWeight) -> torch.Tensor:
     return _multiply(x, packed, None, torch.float32)
 
 
-def linear_of_ranks(x: torch.Tensor, packed: TreeLinearWeight, group: Group) -> torch.Tensor:
-    """Return linear(x, packed), of which each rank has a part of the inputs, for any number of
-    ranks the same: between them the sums go on in the tree's order.
+def linear_of_ranks(
+    x: torch.Tensor, packed: TreeLinearWeight, group: Group, lora: LinearLora | None = None
+) -> torch.Tensor:
+    """Return linear(x, packed) and what adapters add to it. Each rank has a part of the inputs; for
+    any number of ranks it is the same: between them the sums go on in the tree's order.
     """
     sums = tree_sum(list(group.gather(linear_sums(x, packed))))
-    return (sums if packed.bias is None else sums + packed.bias).to(x.dtype)
+    out = (sums if packed.bias is None else sums + packed.bias).to(x.dtype)
+    if lora is not None:
+        shrunk = group.gather(lora.shrink(x, NUM_SUMS // group.size))
+        lora.expand(out, shrunk.flatten(0, 1))
+    return out
 
 
 def linear_silu_mul(x: torch.Tensor, packed: TreeLinearWeight) -> torch.Tensor:
@@ -116,9 +123,8 @@ def linear_lora(
 def _multiply(
     x: torch.Tensor, packed: TreeLinearWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    dense = packed.weight
-    if isinstance(dense, IntLinearWeight):
-        dense = dequantize(dense)
+    weight = packed.weight
+    dense = weight if isinstance(weight, torch.Tensor) else dequantize(weight)
     rows = x.reshape(-1, packed.in_features).contiguous()
     out = torch.empty(len(rows), packed.out_features, dtype=dtype, device=x.device)
     row_blocks = triton.cdiv(len(rows), BLOCK_ROWS)

@@ -17,7 +17,7 @@ class Point(NamedTuple):
 
 
 _SCHEDULER = ("pdserve_engine.core.scheduler", "Scheduler")
-_RESULTS = ("pdserve_engine.core.results", "Results")
+_OUTPUTS = ("pdserve_engine.request.outputs", "Outputs")
 _KV_EVENTS = ("pdserve_engine.core.kv_events", "KVEvents")
 _PRODUCER = ("pdserve_engine.kv_transfer.producer", "ProducerConnector")
 _CONSUMER = ("pdserve_engine.kv_transfer.consumer", "ConsumerConnector")
@@ -40,5 +40,5 @@ STAGES: Mapping[str, Point] = {
     # All blocks are here, D has computed no token. P may not have acknowledged their release.
     "first_decode": Point("decode", *_KV_EVENTS, "_queue_first_step", "after"),
     # A step has brought a token.
-    "mid_stream": Point("decode", *_RESULTS, "apply_step", "after"),
+    "mid_stream": Point("decode", *_OUTPUTS, "emit", "after"),
 }

@@ -1,0 +1,128 @@
+"""The experts of a model's layers: what `config.json` says of them, and what they are called."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# What transformers 5 calls them in memory, all experts in one tensor; some tools store that.
+FUSED_MODULE = "mlp."
+FUSED_GATE_UP, FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+class ExpertNames(NamedTuple):
+    """What an architecture's checkpoints call a layer's experts and their linears."""
+
+    module: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """What some layers have in place of an MLP; a router chooses a few of them for each token."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    # Whether a token's weights add up to 1.
+    norm_topk_prob: bool
+    # The layers that have them, ascending.
+    layers: tuple[int, ...]
+    names: ExpertNames
+
+
+class ExpertWeights(NamedTuple):
+    """Where a checkpoint has the weights of a layer's experts, below the layer's prefix."""
+
+    config: ExpertsConfig
+    hidden_size: int
+    is_fused: bool
+
+    @classmethod
+    def of(
+        cls, config: ExpertsConfig, hidden_size: int, prefix: str, names: Collection[str]
+    ) -> "ExpertWeights":
+        """Of a checkpoint that has these names, and a layer's prefix."""
+        return cls(config, hidden_size, prefix + FUSED_GATE_UP in names)
+
+    @property
+    def router(self) -> str:
+        module = FUSED_MODULE if self.is_fused else self.config.names.module
+        return f"{module}gate.weight"
+
+    def gate_up(self, expert: int) -> tuple[str, str]:
+        stem, names = self._stem(expert), self.config.names
+        return f"{stem}{names.gate}.weight", f"{stem}{names.up}.weight"
+
+    def down(self, expert: int) -> str:
+        return f"{self._stem(expert)}{self.config.names.down}.weight"
+
+    def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        count, size = self.config.num_experts, self.config.intermediate_size
+        yield prefix + self.router, (count, self.hidden_size)
+        if self.is_fused:
+            yield prefix + FUSED_GATE_UP, (count, 2 * size, self.hidden_size)
+            yield prefix + FUSED_DOWN, (count, self.hidden_size, size)
+            return
+        for expert in range(count):
+            for name in self.gate_up(expert):
+                yield prefix + name, (size, self.hidden_size)
+            yield prefix + self.down(expert), (self.hidden_size, size)
+
+    def _stem(self, expert: int) -> str:
+        return f"{self.config.names.module}experts.{expert}."
+
+
+def read_mixtral_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
+    """Return what all layers have; raise ValueError with the field."""
+    num_experts = _positive(raw, "num_local_experts")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=_read_top_k(raw, num_experts),
+        intermediate_size=_positive(raw, "intermediate_size"),
+        norm_topk_prob=True,
+        layers=tuple(range(num_layers)),
+        names=ExpertNames("block_sparse_moe.", "w1", "w3", "w2"),
+    )
+
+
+def read_qwen_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """Return what every decoder_sparse_step-th layer has that is not among mlp_only_layers, None if
+    there is no such layer; raise ValueError with the field.
+    """
+    # transformers 5 may write it under its own name for all models.
+    field = "num_experts" if "num_experts" in raw else "num_local_experts"
+    num_experts = _positive(raw, field)
+    step = _positive(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"mlp_only_layers is {dense}, expected a list of integers")
+    is_normed = raw.get("norm_topk_prob", False)
+    if not isinstance(is_normed, bool):
+        raise ValueError(f"norm_topk_prob is {is_normed}, expected true or false")
+    layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    if not layers:
+        return None
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=_read_top_k(raw, num_experts),
+        intermediate_size=_positive(raw, "moe_intermediate_size"),
+        norm_topk_prob=is_normed,
+        layers=layers,
+        names=ExpertNames(),
+    )
+
+
+def _read_top_k(raw: Mapping[str, Any], num_experts: int) -> int:
+    top_k = _positive(raw, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok is {top_k}, the model has {num_experts} experts")
+    return top_k
+
+
+def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = raw.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{field} is {value}, expected a positive integer")
+    return value

@@ -1,0 +1,251 @@
+"""A request's life on the one worker that pools its prompt, or on several one after the other."""
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorFault,
+    FinishReason,
+    PrefillStats,
+)
+from pdserve_common.errors import NoWorkerError, PdserveError
+from pdserve_common.logging import log_request
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.redrive import Recovery, RedriveQueue
+from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.request_spans import add_stages, begin_attempt, end_attempt
+from pdserve_router.workers.legs import failure_of, has_failed
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import AnyRoute, PoolingRoute
+from pdserve_router.workers.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from pdserve_common.tracing import Span
+
+logger = logging.getLogger(__name__)
+
+
+class PoolingRequest(LiveRequest):
+    """A request for one vector. Nothing of it comes before its end, so that when its worker fails
+    all of it is sent to another. There is one output, the last.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        route: PoolingRoute,
+        *,
+        origins: Collection[Origin],
+        timeline: Timeline,
+        metrics: RouterMetrics,
+        redrives: RedriveQueue,
+        on_tokens: OnTokens,
+        on_end: OnEnd,
+        session: str = "",
+        span: "Span | None" = None,
+    ) -> None:
+        """`origins` are of the call's parts that are begun: it is pooled by the same weights."""
+        super().__init__(
+            request,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            clock=redrives.clock,
+            session=session,
+            span=span,
+        )
+        self.recovery = Recovery()
+        self._route = route
+        self._origins = origins
+        # Of the worker that has it, or had it last; a restarted worker may have another one.
+        self._origin = route.prompt_worker.origin
+        self._timeline = timeline
+        self._metrics = metrics
+        self._redrives = redrives
+        # It has the request.
+        self._is_sent = False
+        self._prefill_stats: PrefillStats | None = None
+        self._pooled: tuple[float, ...] | None = None
+        self._ending: Ending | None = None
+        self._is_over = asyncio.Event()
+        # Of the attempt.
+        self._attempt_span: Span | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        return self._ending
+
+    @property
+    def route(self) -> PoolingRoute:
+        return self._route
+
+    @property
+    def begun_origins(self) -> Collection[Origin]:
+        return self._origins
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        return dataclasses.replace(self.core_request, attempt=self.recovery.num_redrives + 1)
+
+    @property
+    def _worker(self) -> WorkerClient:
+        return self._route.prompt_worker
+
+    def share_origin(self) -> Collection[Origin]:
+        self._origins = self._origins or (self._origin,)
+        return self._origins
+
+    def start(self) -> None:
+        self._timeline.dispatched_ns = time.monotonic_ns()
+        self._watch_deadline()
+        self._send(self.core_request)
+
+    def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
+        self._end(finish_reason, error=error)
+
+    def resend(self, route: AnyRoute) -> None:
+        """Begin the next attempt."""
+        assert isinstance(route, PoolingRoute), "of a pooling request"
+        request = self.next_request
+        self.recovery.begin_attempt()
+        self._route = route
+        self._log(logging.INFO, "it is sent again, to %s", self._worker.address)
+        self._send(request)
+
+    def give_up(self, error: EngineError | None = None) -> None:
+        self._log(logging.WARNING, "nobody is left to pool it: it fails")
+        self._end(FinishReason.ERROR, error=error or self.recovery.error)
+
+    def measure(self) -> RequestMetrics:
+        """Return where its time went so far; the vector counts as the first token."""
+        origin = self._worker.origin.with_adapter(self.core_request.lora_request)
+        return measure(
+            self._timeline,
+            num_tokens=1,
+            prefill=self._prefill_stats,
+            transfer=None,
+            path=self._route.path,
+            prefill_engine_id=self._worker.engine_id,
+            decode_engine_id="",
+            determinism=origin.determinism,
+            num_redrives=self.recovery.num_redrives,
+        )
+
+    async def _next_output(self) -> RequestOutput:
+        await self._is_over.wait()
+        assert self._ending is not None
+        # It may have thousands of numbers, and the request's line in the log waits for others.
+        pooled, self._pooled = self._pooled, None
+        completion = CompletionOutput(
+            finish_reason=self._ending.finish_reason, error=self._ending.error
+        )
+        return RequestOutput(
+            request_id=self.core_request.external_req_id or self.core_request.request_id,
+            outputs=(completion,),
+            seed=0,
+            finished=True,
+            pooling_output=pooled,
+            usage=self._ending.usage,
+            metrics=self._ending.metrics,
+        )
+
+    def _send(self, request: EngineCoreRequest) -> None:
+        worker = self._worker
+        self._origin = worker.origin
+        if self.span is not None:
+            now_ns = time.monotonic_ns()
+            span = begin_attempt(self.span, request, self._route, num_tokens=0, now_ns=now_ns)
+            request = dataclasses.replace(request, trace_headers=span.headers)
+            self._attempt_span = span
+        try:
+            worker.add_request(request, partial(self._on_output, worker), self.on_defect)
+        except NoWorkerError as error:
+            self._on_failed(worker, error.to_engine_error())
+        else:
+            self._is_sent = True
+
+    def _on_output(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+        self._prefill_stats = output.prefill_stats or self._prefill_stats
+        if not output.finished:
+            return
+        self._is_sent = False
+        if has_failed(output):
+            self._on_failed(worker, failure_of(output, worker))
+        elif (problem := _problem_of(output.pooling_output)) is not None:
+            error = PdserveError(f"worker {worker.address} sent {problem}").to_engine_error()
+            self._on_failed(worker, error, level=logging.ERROR)
+        else:
+            self._redrives.pool.report_success(worker)
+            self._pooled = output.pooling_output
+            self._timeline.first_token_ns = time.monotonic_ns()
+            self._end(FinishReason.STOP)
+
+    def _on_failed(
+        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
+    ) -> None:
+        """Send the request again if that may help."""
+        self._redrives.blame(self._route, worker, error)
+        if not error.is_retryable or error.fault is ErrorFault.REQUEST:
+            self._log(level, "%s: %s; it fails", worker.address, error.message)
+            self._end(FinishReason.ERROR, error=error)
+            return
+        reason = error.code.name.lower()
+        self._redrives.lose(self, self._route, worker, error, reason=reason)
+        if self._redrives.is_spent(self):
+            self.give_up()
+        else:
+            self._end_attempt_span(error, redrive_reason=self.recovery.reason)
+            self._redrives.add(self)
+
+    def _end_attempt_span(self, error: EngineError | None, *, redrive_reason: str = "") -> None:
+        """Does nothing if there is none, or it has ended."""
+        span, self._attempt_span = self._attempt_span, None
+        if span is not None:
+            end_attempt(span, error, time.monotonic_ns(), redrive_reason=redrive_reason)
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        attempt = self.recovery.num_redrives
+        log_request(logger, level, self.core_request.request_id, attempt, text, *args)
+
+    def _end(self, finish_reason: FinishReason, *, error: EngineError | None = None) -> None:
+        if self._ending is not None:
+            return
+        self._stop_deadline()
+        self._redrives.discard(self)
+        if self._is_sent:
+            self._worker.abort(self.core_request.request_id)
+        self._timeline.finished_ns = time.monotonic_ns()
+        stats = self._prefill_stats
+        usage = Usage(
+            num_prompt_tokens=len(self.core_request.prompt_token_ids),
+            num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+            num_output_tokens=0,
+        )
+        self._ending = Ending(
+            finish_reason=finish_reason, error=error, usage=usage, metrics=self.measure()
+        )
+        self._end_attempt_span(error)
+        if self.span is not None:
+            add_stages(self.span, self._timeline)
+        if self.recovery.num_redrives:
+            self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
+        self._is_over.set()
+        self._on_end(self)
+
+
+def _problem_of(pooled: tuple[float, ...] | None) -> str | None:
+    """Return what is wrong with a vector; None if nothing is."""
+    if not pooled:
+        return "no vector"
+    # A sum of fp32 in fp64 is finite unless a part is not.
+    return None if math.isfinite(sum(pooled)) else "a vector with numbers that are not finite"

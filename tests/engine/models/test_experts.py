@@ -1,0 +1,219 @@
+"""Models with experts on our own code: what is special about them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
+
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.clients.loading import load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.lora.adapter import read_adapter
+from pdserve_engine.lora.adapter_config import LoraError
+from pdserve_engine.models.base import SupportsLora
+from pdserve_engine.models.config import LlamaConfig, ModelError
+from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.models.shard import check_shards
+from pdserve_engine.models.stage import check_stages
+from support.adapters import merged_greedy, write_adapter
+from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.models import NATIVE_MODELS
+
+NAMES = [name for name in NATIVE_MODELS if "moe" in name or name == "mixtral"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def build(make_model: Callable[..., Path], name: str, **changes: Any) -> Path:
+    architecture, overrides = NATIVE_MODELS[name]
+    return make_model(architecture, **overrides | changes)
+
+
+def config_of(folder: Path, **options: Any) -> LlamaConfig:
+    config = read_model_config(folder, model_impl="native", **options)
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+def test_the_config_says_which_layers_have_experts(make_model: Callable[..., Path]) -> None:
+    shapes = {}
+    for name in NAMES:
+        config = config_of(build(make_model, name))
+        assert config.experts is not None
+        experts = config.experts
+        shapes[name] = (experts.num_experts, experts.num_experts_per_tok, experts.layers)
+    assert shapes == {
+        "mixtral": (4, 2, (0, 1, 2)),
+        "qwen3-moe": (6, 2, (0, 1, 2)),
+        "qwen3-moe-mixed": (4, 3, (0, 2)),
+    }
+    sparse = config_of(build(make_model, "qwen3-moe", decoder_sparse_step=2)).experts
+    assert sparse is not None
+    assert sparse.layers == (1,)
+    assert config_of(build(make_model, "qwen3-moe", mlp_only_layers=[0, 1, 2])).experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0, "num_local_experts": 0}, "experts is 0, expected a positive integer"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, the model has 6 experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"decoder_sparse_step": "2"}, "decoder_sparse_step is 2, expected"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is all, expected a list"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
+    ],
+)
+def test_fields_that_say_nothing_sensible_are_named(
+    make_model: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((build(make_model, "qwen3-moe") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ModelError, match=message):
+        config_of(tmp_path)
+
+
+def test_what_experts_do_not_have_is_refused_with_its_reason(
+    make_model: Callable[..., Path],
+) -> None:
+    folder = build(make_model, "mixtral")
+    with pytest.raises(ModelError, match="quantization is load, not supported for models with exp"):
+        config_of(folder, quantization="int8")
+    config = config_of(folder)
+    with pytest.raises(ModelError, match="tensor_parallel_size is 2, must be 1 for a model with"):
+        check_shards(config, 2)
+    with pytest.raises(ModelError, match="pipeline_parallel_size is 2, must be 1 for a model with"):
+        check_stages(config, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_in_one_tensor_are_those_stored_one_by_one(
+    make_model: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    """As transformers 5 has them in memory."""
+    folder = build(make_model, name)
+    fused = Path(shutil.copytree(folder, tmp_path / "fused"))
+    weights = load_file(folder / "model.safetensors")
+    stored = {
+        key.replace("block_sparse_moe", "mlp"): weight
+        for key, weight in weights.items()
+        if ".experts." not in key
+    }
+    config = config_of(folder)
+    assert config.experts is not None
+    names, ids = config.experts.names, range(config.experts.num_experts)
+    for layer in config.experts.layers:
+        prefix = f"model.layers.{layer}."
+        gates, ups, downs = (
+            torch.stack(
+                [weights[f"{prefix}{names.module}experts.{i}.{linear}.weight"] for i in ids]
+            )
+            for linear in (names.gate, names.up, names.down)
+        )
+        stored[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat((gates, ups), 1)
+        stored[f"{prefix}mlp.experts.down_proj"] = downs
+    save_file(stored, fused / "model.safetensors")
+    logits = []
+    for each in (folder, fused):
+        driver = Driver(each, dtype="bfloat16")
+        seen = record_logits(driver)
+        driver.add("a", make_prompt(40))
+        driver.run("a", num_tokens=3)
+        logits.append(torch.cat(seen))
+    assert torch.equal(*logits)
+    del stored["model.layers.0.mlp.experts.down_proj"]
+    save_file(stored, fused / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks 1 weights: model.layers.0.mlp.experts.down_proj"):
+        load_model(fused, config, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_has_its_bits_alone_and_in_any_batch(
+    make_model: Callable[..., Path], name: str, dtype: str
+) -> None:
+    folder = build(make_model, name)
+    prompts = {str(length): make_prompt(length, seed=length) for length in (90, 3, 40, 17)}
+    driver = Driver(folder, dtype=dtype)
+    if not driver.runner.model.is_row_independent:
+        pytest.skip("this processor's products depend on the batch")
+    seen = record_logits(driver)
+    for request_id, prompt in prompts.items():
+        driver.add(request_id, prompt)
+    together = [driver.step(dict.fromkeys(prompts, 200)), driver.step(dict.fromkeys(prompts, 1))]
+    expected = [seen[step][output.request_ids.index("90")] for step, output in enumerate(together)]
+    alone = Driver(folder, dtype=dtype)
+    seen = record_logits(alone)
+    alone.add("90", prompts["90"])
+    alone.run("90", num_tokens=2, chunk=13)
+    assert torch.equal(torch.cat(seen), torch.stack(expected))
+
+
+def test_adapters_change_attention_and_no_experts(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    folder = build(make_model, "qwen3-moe-mixed")
+    adapters: list[Path | None] = [
+        write_adapter(folder, tmp_path / "a", seed=1, target_modules=ATTENTION),
+        write_adapter(folder, tmp_path / "b", seed=2, target_modules=["q_proj"], r=3),
+        None,
+    ]
+    driver = Driver(folder, adapters=[each for each in adapters if each is not None])
+    prompts = {str(length): make_prompt(length) for length in (40, 75, 17)}
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        driver.add(request_id, prompt, adapter=adapter)
+    driver.run(*prompts, num_tokens=12, chunk=30)
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        expected = hf_greedy(folder, prompt, 12)
+        if adapter is not None:
+            base, expected = expected, merged_greedy(folder, adapter, prompt, 12)
+            assert expected != base, "the adapter changes nothing"
+        assert driver.sequences[request_id].output == expected, request_id
+    model = driver.runner.model
+    assert isinstance(model, SupportsLora)
+    # The MLP of the layer that has one, too.
+    others = {name for name in model.lora_targets if "self_attn" not in name}
+    assert others == {f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    whole = write_adapter(folder, tmp_path / "c", target_modules="all-linear")
+    with pytest.raises(LoraError, match=r"target_parameters is .*gate_up_proj"):
+        read_adapter(whole, model.lora_targets, dtype=torch.float32, max_rank=64)
+
+
+def test_a_whole_engine_hits_prefixes_and_says_what_transformers_does(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
+) -> None:
+    folder = build(make_model, "mixtral")
+    config = EngineConfig(
+        model=str(folder),
+        num_threads=1,
+        kv_connector="none",
+        max_model_len=400,
+        max_num_batched_tokens=64,
+        num_blocks=200,
+    )
+    metrics = KVTransferMetrics(CollectorRegistry())
+    engine = load_engine(config, role="decode", engine_id="d", metrics=metrics)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    for attempt in ("first", "again"):
+        prompts = {f"{attempt} {n}": make_prompt(n) for n in (20, 90, 150)}
+        for request_id, prompt in prompts.items():
+            engine.core.add_request(
+                EngineCoreRequest(
+                    request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params
+                )
+            )
+        tokens: dict[str, list[int]] = {}
+        while engine.core.has_work():
+            for outputs in engine.core.step().outputs.values():
+                for output in outputs:
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert tokens == {k: hf_greedy(folder, prompt, 10) for k, prompt in prompts.items()}
+        assert (engine.core.scheduler.kv.prefix_cache_hits > 0) == (attempt == "again")
+    engine.close()

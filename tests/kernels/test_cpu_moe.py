@@ -1,0 +1,96 @@
+"""Experts on a CPU, in C++ and in torch, against fp64."""
+
+import pytest
+import torch
+from expert_models import SHAPES, make_experts, moe_in_fp64
+
+from pdserve_kernels import cpu, reference
+from pdserve_kernels.reference.moe import route
+
+pytestmark = pytest.mark.usefixtures("each_isa")
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+ROWS = [1, 2, 7, 230]
+
+
+def packed_of(kernels, experts):
+    return kernels.pack_moe(
+        experts.router, experts.mlps, top_k=experts.top_k, renormalize=experts.renormalize
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_agree_with_fp64(kernels, dtype, shape):
+    experts = make_experts(shape, dtype)
+    x = torch.randn(ROWS[-1], shape.hidden).to(dtype)
+    found = kernels.fused_moe(x, packed_of(kernels, experts))
+    expected = moe_in_fp64(x, experts)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance, atol=tolerance)
+    assert kernels.fused_moe(x[:0], packed_of(kernels, experts)).shape == (0, shape.hidden)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_its_bits_in_any_batch_and_with_any_number_of_threads(shape, set_threads):
+    packed = packed_of(cpu, make_experts(shape, torch.bfloat16))
+    assert isinstance(packed, cpu.moe.MoeWeight)
+    x = torch.randn(ROWS[-1], shape.hidden).bfloat16()
+    set_threads(1)
+    together = cpu.fused_moe(x, packed)
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for count in ROWS:
+            assert torch.equal(cpu.fused_moe(x[:count], packed), together[:count])
+            assert torch.equal(cpu.fused_moe(x[-count:], packed), together[-count:])
+
+
+def test_equal_logits_choose_the_lowest_ids():
+    weights, ids = route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]]), 4, renormalize=True)
+    assert ids.tolist() == [[1, 2, 4, 0]]
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+    # Experts that bring their id, of a router that cannot tell them apart.
+    mlps = [
+        (torch.ones(4, 2).bfloat16(), torch.full((2, 2), float(i)).bfloat16()) for i in range(9)
+    ]
+    packed = cpu.pack_moe(torch.zeros(9, 2).bfloat16(), mlps, top_k=3, renormalize=True)
+    found = cpu.fused_moe(torch.ones(1, 2).bfloat16(), packed)
+    unit = cpu.fused_moe(
+        torch.ones(1, 2).bfloat16(),
+        cpu.pack_moe(torch.zeros(1, 2).bfloat16(), mlps[1:2], top_k=1, renormalize=True),
+    )
+    assert torch.equal(found, unit)  # (0 + 1 + 2) / 3
+
+
+def test_a_row_of_nan_leaves_its_neighbours_alone():
+    packed = packed_of(cpu, make_experts(SHAPES[1], torch.bfloat16))
+    x = torch.randn(5, SHAPES[1].hidden).bfloat16()
+    clean = cpu.fused_moe(x, packed)
+    x[2] = torch.nan
+    found = cpu.fused_moe(x, packed)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], clean[others])
+
+
+def test_what_does_not_fit_is_refused():
+    experts = make_experts(SHAPES[0], torch.bfloat16)
+    for kernels in (cpu, reference):
+        with pytest.raises(ValueError, match="top_k is 9, must be 1 to 8"):
+            packed_of(kernels, experts._replace(top_k=9))
+        with pytest.raises(ValueError, match="there are 7 experts, the router chooses from 8"):
+            packed_of(kernels, experts._replace(mlps=experts.mlps[1:]))
+        for wrong in (experts.mlps[1][::-1], [w.half() for w in experts.mlps[1]]):
+            with pytest.raises(ValueError, match=r"expert 1 has torch.*, must have torch.bfloat16"):
+                packed_of(kernels, experts._replace(mlps=[experts.mlps[0], wrong]))
+
+
+def test_sizes_and_dtypes_without_a_kernel_go_to_the_reference():
+    odd = make_experts(SHAPES[0]._replace(intermediate=33), torch.bfloat16)
+    for experts in (odd, make_experts(SHAPES[0], torch.float32)):
+        packed = packed_of(cpu, experts)
+        assert isinstance(packed, reference.moe.MoeWeight)
+        x = torch.randn(3, SHAPES[0].hidden).to(experts.router.dtype)
+        expected = reference.fused_moe(x, packed_of(reference, experts))
+        assert torch.equal(cpu.fused_moe(x, packed), expected)

@@ -1,0 +1,73 @@
+"""Experts in Triton: on a GPU, or interpreted if TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+from expert_models import SHAPES, make_experts, moe_in_fp64
+
+from pdserve_kernels.reference.moe import route
+from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
+    ),
+]
+
+
+@pytest.fixture
+def kernels():
+    from pdserve_kernels import triton
+
+    return triton
+
+
+def packed_of(kernels, experts):
+    return kernels.pack_moe(
+        experts.router.to(DEVICE),
+        [(gate_up.to(DEVICE), down.to(DEVICE)) for gate_up, down in experts.mlps],
+        top_k=experts.top_k,
+        renormalize=experts.renormalize,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_agree_with_fp64_and_a_row_has_its_bits_in_any_batch(kernels, dtype, shape):
+    experts = make_experts(shape, dtype)
+    packed = packed_of(kernels, experts)
+    # So many that an expert has more than a block of them.
+    x = torch.randn(150, shape.hidden).to(dtype)
+    together = kernels.fused_moe(x.to(DEVICE), packed)
+    assert_close(together, moe_in_fp64(x, experts).to(dtype), dtype)
+    for rows in (slice(0, 1), slice(149, 150), slice(17, 40)):
+        assert torch.equal(kernels.fused_moe(x[rows].to(DEVICE), packed), together[rows]), rows
+    assert kernels.fused_moe(x[:0].to(DEVICE), packed).shape == (0, shape.hidden)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_routes_are_those_of_the_reference_with_equal_logits(kernels, renormalize):
+    from pdserve_kernels.triton import moe
+
+    experts = make_experts(SHAPES[0]._replace(renormalize=renormalize), torch.float32)
+    # Small numbers: products are exact, and often equal.
+    router = torch.randint(-1, 2, experts.router.shape).float()
+    experts = experts._replace(router=router)
+    x = torch.randint(-1, 2, (40, router.shape[1])).float()
+    weights, ids = moe._route(x.to(DEVICE), packed_of(kernels, experts))
+    expected_weights, expected_ids = route(x @ router.T, experts.top_k, renormalize=renormalize)
+    expected_ids, order = expected_ids.sort()
+    assert torch.equal(ids.cpu().long(), expected_ids)
+    torch.testing.assert_close(weights.cpu(), expected_weights.gather(1, order))
+
+
+def test_a_row_of_nan_leaves_its_neighbours_alone(kernels):
+    experts = make_experts(SHAPES[0], torch.float32)
+    packed = packed_of(kernels, experts)
+    x = torch.randn(5, SHAPES[0].hidden)
+    clean = kernels.fused_moe(x.to(DEVICE), packed)
+    x[2] = torch.nan
+    found = kernels.fused_moe(x.to(DEVICE), packed)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], clean[others])
