@@ -17,12 +17,11 @@ DEV_INSTALLED := $(VENV)/.dev-installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
-# Two processes of tests, which take files in the order of tests/conftest.py. One that waits for threads of the other's
-# must not spin meanwhile.
-IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-# A test that hangs ends its process, which prints where its threads are, and fails. So long takes none, anywhere; what
-# goes on for longer is in the soak.
+# A test that hangs ends its process, which prints where its threads are, and fails.
 PYTEST := $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true -o faulthandler_timeout=1800
+RUN_TESTS := $(BIN)/python tools/run_tests.py
+# How often `make test-flaky` runs all.
+N ?= 3
 SANITIZED := .bench/sanitized-kernels
 CRDS := .crds/.installed
 CLIENTS := .clients/.installed
@@ -39,7 +38,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars gpu-wheels images test-images protos chart pictures lint format typecheck clean
+.PHONY: help install run up test test-fast test-flaky test-live test-ci test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars gpu-wheels images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -68,16 +67,22 @@ run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
 up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
-test: $(DEV_INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
-	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not soak and not images and not live and not clients' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
-	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
+test: $(DEV_INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus; what pytest prints goes to .tests
+	@$(RUN_TESTS)
 
 test-fast: $(DEV_INSTALLED) ## Run the tests that take a second or less each
-	OMP_WAIT_POLICY=passive $(PYTEST) -m 'not slow and not soak and not images and not live and not clients' $(IN_PARALLEL)
+	@$(RUN_TESTS) --fast
+
+test-flaky: $(DEV_INSTALLED) ## Run all N=3 times in random order beside busy cores, and list what failed in any
+	@$(RUN_TESTS) --flaky $(N)
 
 test-live: $(DEV_INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
-	sh tests/live/install.sh
-	$(PYTEST) -m live tests/live
+	@sh tests/live/install.sh
+	@$(RUN_TESTS) live
+
+test-ci: $(DEV_INSTALLED) ## Run make test and make test-live in one; what fails is tried once more, at most three tests
+	@sh tests/live/install.sh
+	@$(RUN_TESTS) --live --retry
 
 test-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU, and say on one page what became of them
 	$(BIN)/python benchmarks/bench_gpu.py --only kernels,transport,engine,sleep,memory
@@ -106,7 +111,8 @@ clients: $(DEV_INSTALLED) $(CLIENTS) ## Run OpenAI's SDKs, LangChain, litellm, g
 crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
 soak: $(DEV_INSTALLED) ## Run what make test leaves out, then all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
-	$(PYTEST) -o faulthandler_timeout=14400 -m soak
+	$(PYTEST) -o faulthandler_timeout=14400 -m 'soak and not interpreted'
+	TRITON_INTERPRET=1 $(PYTEST) -o faulthandler_timeout=14400 -m 'soak and interpreted' tests/kernels tests/engine
 	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(PYTEST) tests/faults/test_matrix.py
 	PDSERVE_FAULTS=all PDSERVE_FAULT_RANKS=2 $(PYTEST) tests/faults/test_matrix.py -k 'not random'
 
@@ -114,7 +120,7 @@ fuzz: $(DEV_INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; 
 	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 		seed=$${FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
 		echo "FUZZ_SEED=$$seed FUZZ_FACTOR=$(FUZZ_FACTOR)"; \
-		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(PYTEST) -q $(IN_PARALLEL) \
+		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(PYTEST) -q -n 2 --dist loadfile \
 			--hypothesis-seed=$$seed tests/fuzz || exit 1; \
 	done
 
@@ -187,4 +193,4 @@ typecheck: $(DEV_INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(PEERS) .bench .run .clients .crds .gpu-wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .tests .run .clients .crds .gpu-wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis

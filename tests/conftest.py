@@ -26,6 +26,8 @@ from support.models import (  # noqa: E402
     save_preprocessor_config,
 )
 
+pytest_plugins = ["support.run_log"]
+
 # The same examples in every run, on a machine however busy: a run must not fail by chance.
 settings.register_profile(
     "pdserve", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -63,37 +65,6 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 # As it is before it is patched.
 unfreeze_garbage = gc.unfreeze
 
-# Those that take longest start first: at the end no process of tests is left alone with one.
-LONGEST = (
-    "faults/test_matrix.py",
-    "kernels/test_triton_without_gpu.py",
-    "engine/test_cuda_graphs.py",
-    "engine/test_engine_client_contract.py",
-    "engine/test_draft_model.py",
-    "engine/test_parallel_models.py",
-    "engine/test_cuda_runner.py",
-    "engine/test_cuda_ranks.py",
-    "engine/test_exact.py",
-    "engine/test_grammar_drafts.py",
-    "engine/lora/test_life.py",
-    "router/test_large_messages.py",
-    "kv_transfer/test_transports.py",
-    "kv_transfer/test_sharded_transport.py",
-    "router/test_edge_processes.py",
-    "helm/test_live.py",
-    "integration/test_command.py",
-    "faults/test_recovery.py",
-    "integration/test_tensor_parallel.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, in which order `make test` runs them."""
-    tests = Path(__file__).parent
-    order = {tests / name: index for index, name in enumerate(LONGEST)}
-    assert all(path.is_file() for path in order)
-    items.sort(key=lambda item: order.get(item.path, len(order)))
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -126,8 +97,9 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreted import quicken_interpreter
+        from support.interpreted import order_sums, quicken_interpreter
 
+        order_sums()
         quicken_interpreter()
 
 

@@ -5,7 +5,6 @@ and go meanwhile.
 """
 
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +15,14 @@ import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from support.adapters import write_adapter
-from support.interpreted import SHARES, interpreted_kernels, prompt_events, run_interpreted
+from support.interpreted import interpreted_kernels, prompt_events
 from support.model_driver import Driver, make_prompt
 from support.recorded_graphs import Launches, recorded_graphs
 from support.samples import sampled
+from support.triton_kernels import in_the_interpreter
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 NUM_LAYERS = 2
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -38,13 +36,6 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
     {"r": 14, "target_modules": ["v_proj", "up_proj", "down_proj"]},
     {"r": 3, "use_rslora": True, "layers_to_transform": [1]},
 )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
-@pytest.mark.parametrize("share", SHARES)
-def test_replays_agree_with_the_plain_runner_in_the_interpreter(share: str) -> None:
-    run_interpreted(share, Path(__file__))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 It brings the tokens that one rank brings on the CPU.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,14 @@ import numpy as np
 import pytest
 
 from support.adapters import write_adapter
-from support.interpreted import SHARES, run_interpreted
 from support.model_driver import Driver
 from support.models import NATIVE_MODELS
 from support.ranks import Devices, run_ranks
 from support.samples import sampled
+from support.triton_kernels import in_the_interpreter
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 # Of NATIVE_MODELS, with its quantization, the ranks, and if there are adapters. Four ranks have
 # copies of two KV heads.
 CASES: tuple[tuple[str, str | None, int, bool], ...] = (
@@ -38,13 +35,6 @@ CASES: tuple[tuple[str, str | None, int, bool], ...] = (
 FOR_INT4 = {"intermediate_size": 128}
 # Fewer than elsewhere: each is interpreted, on each rank.
 FEW_LAYERS = {"num_hidden_layers": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
-@pytest.mark.parametrize("share", SHARES)
-def test_ranks_agree_with_one_in_the_interpreter(share: str) -> None:
-    run_interpreted(share, Path(__file__))
 
 
 def adapters_of(folder: Path, parent: Path) -> list[Path]:

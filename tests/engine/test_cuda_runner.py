@@ -3,7 +3,6 @@
 What it launches ahead must bring the tokens that the plain runner brings, whatever comes between.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,19 @@ from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from support.adapters import write_adapter
 from support.flash_attn import installed, make_flash_attn
 from support.interpreted import (
-    SHARES,
     convert_fp8_as_gpus_do,
     interpreted_kernels,
     prompt_events,
-    run_interpreted,
 )
 from support.model_driver import Driver, make_prompt
 from support.models import LLAVA
 from support.pictures import Picture, Prompt, hf_greedy
 from support.recorded_graphs import recorded_graphs
 from support.samples import sampled
+from support.triton_kernels import in_the_interpreter
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM_STEPS = 8
 # Each is interpreted.
 FEW_LAYERS = {"num_hidden_layers": 2}
@@ -41,13 +38,6 @@ PARAMS = (
     # Looks back at its tokens: a step with it waits for those before.
     SamplingParams(temperature=0.0, repetition_penalty=1.5),
 )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
-@pytest.mark.parametrize("share", SHARES)
-def test_it_agrees_with_the_plain_runner_in_the_interpreter(share: str) -> None:
-    run_interpreted(share, Path(__file__))
 
 
 @pytest.fixture
@@ -64,7 +54,7 @@ def make_driver(make_model: Callable[..., Path]) -> Iterator[Callable[..., Drive
         yield make
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 def test_steps_that_are_launched_ahead_bring_the_same_tokens(
     make_model: Callable[..., Path], make_driver: Callable[..., Driver]
 ) -> None:
@@ -91,7 +81,7 @@ def test_steps_that_are_launched_ahead_bring_the_same_tokens(
     assert all(outputs.values())
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 @pytest.mark.parametrize("quantization", sampled([None, "int8", "int4", "fp8"], "int4"))
 def test_adapters_and_quantized_weights_bring_the_same_tokens(
     make_model: Callable[..., Path],
@@ -114,7 +104,7 @@ def test_adapters_and_quantized_weights_bring_the_same_tokens(
     assert len({tuple(output) for output in outputs[0].values()}) == 4
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 def test_pictures_bring_the_same_tokens(
     make_served_model: Callable[..., Path],
     make_driver: Callable[..., Driver],
@@ -144,7 +134,7 @@ def test_pictures_bring_the_same_tokens(
     assert outputs[0]["a"] == hf_greedy(folder, prompts["a"], 4)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 @pytest.mark.parametrize("pooling_type", ["LAST", "MEAN"])
 @pytest.mark.parametrize("architecture", ["Qwen3Model", "LlamaForSequenceClassification"])
 def test_it_pools_what_the_plain_runner_pools(
@@ -181,7 +171,7 @@ def test_it_pools_what_the_plain_runner_pools(
         )
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
     make_model: Callable[..., Path],
     make_driver: Callable[..., Driver],
@@ -201,7 +191,7 @@ def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 def test_deterministic_kernels_bring_the_same_tokens(
     make_model: Callable[..., Path], make_driver: Callable[..., Driver]
 ) -> None:
@@ -220,7 +210,7 @@ def test_deterministic_kernels_bring_the_same_tokens(
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 @pytest.mark.parametrize(
     "architecture", sampled(["Qwen3ForCausalLM", "MistralForCausalLM"], "MistralForCausalLM")
 )
@@ -241,7 +231,7 @@ def test_a_vendor_s_attention_brings_the_same_tokens(
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@in_the_interpreter
 def test_a_token_that_the_host_has_not_seen_is_the_next_step_s_input(
     make_driver: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.groups import tree_sum
 from pdserve_kernels.lora import LoraSegment
 from support.interpreted import convert_fp8_as_gpus_do
-from support.triton_kernels import DEVICE, INTERPRETED, on_device
+from support.triton_kernels import DEVICE, INTERPRETED, ON_GPU_OR_INTERPRETED, on_device
 
 # The interpreter's bf16 is not a GPU's.
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
@@ -31,12 +31,7 @@ BATCHES = [
     pytest.param({"window": 100, "softcap": 5.0}, id="window and softcap"),
 ]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture

@@ -13,17 +13,12 @@ from pdserve_kernels import reference
 from pdserve_kernels.fp8 import FP8, FP8_MAX
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from support.interpreted import convert_fp8_as_gpus_do
-from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, assert_close
+from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU_OR_INTERPRETED, assert_close
 
 # Interpreted, windows take long; what a dtype changes the cases without one show.
 WINDOW_DTYPES = DTYPES[:1] if INTERPRETED else DTYPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,16 @@ from integer_weights import KINDS, exact, make_fp8_weight, make_weight
 
 from support.interpreted import convert_fp8_as_gpus_do
 from support.samples import sampled
-from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, assert_close, on_device
+from support.triton_kernels import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    ON_GPU_OR_INTERPRETED,
+    assert_close,
+    on_device,
+)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture(autouse=True)

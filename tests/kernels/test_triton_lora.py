@@ -13,17 +13,20 @@ from pdserve_kernels import reference
 from pdserve_kernels.groups import NUM_SUMS
 from pdserve_kernels.lora import LoraRows, LoraSegment
 from support.ranks import Devices, run_ranks
-from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, TOLERANCE, assert_close, on_device
+from support.triton_kernels import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    ON_GPU_OR_INTERPRETED,
+    TOLERANCE,
+    assert_close,
+    on_device,
+)
 
 # Of an adapter in each slot.
 RANKS = (3, 8, 14)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture

@@ -5,14 +5,9 @@ import torch
 from expert_models import SHAPES, make_experts, moe_in_fp64
 
 from pdserve_kernels.reference.moe import route
-from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, assert_close
+from support.triton_kernels import DEVICE, DTYPES, ON_GPU_OR_INTERPRETED, assert_close
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture

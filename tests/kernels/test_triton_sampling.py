@@ -9,16 +9,11 @@ from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
 from pdserve_kernels.sampling_batch import PenalizedTokens
-from support.triton_kernels import DEVICE, DTYPES, INTERPRETED
+from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU_OR_INTERPRETED
 
 VOCAB_SIZES = [1, 31, 1000, 3001] if INTERPRETED else [1, 31, 1000, 3001, 128_256, 151_936]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
-    ),
-]
+pytestmark = ON_GPU_OR_INTERPRETED
 
 
 @pytest.fixture

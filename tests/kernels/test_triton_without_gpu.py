@@ -13,7 +13,6 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from support.interpreted import SHARES, run_interpreted
 from support.samples import sampled
 from support.triton_kernels import triton_kernels
 
@@ -27,7 +26,6 @@ TABLE = Path(__file__).with_name("triton_resources.json")
 IS_UPDATE = os.environ.get("UPDATE_TRITON_RESOURCES") == "1"
 # What is compiled for sm_80 is so for sm_86 and, but for FP8, sm_89. sm_120 has a TMA.
 ARCHITECTURES = (80, 90)
-SUITES = ("kernels", "sampling", "linear", "lora", "moe", "deterministic")
 # Bytes that a program may have on the smallest GPU that runs this code: an A100 would have 163 KiB.
 SHARED_MEMORY = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,12 +50,6 @@ FP32_POINTERS = {
 FP32_NUMBERS = ("eps", "scale_log2", "value_scale")
 # Multiples of 16 for all models that are served fast.
 EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter(share: str) -> None:
-    suites = (Path(__file__).with_name(f"test_triton_{name}.py") for name in SUITES)
-    assert "skipped" not in run_interpreted(share, *suites)
 
 
 def test_a_process_may_ask_for_rows_that_do_not_depend_on_their_batch() -> None:

@@ -3,19 +3,38 @@
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from pdserve_kernels.kv_scales import KVScales
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# A suite of kernels.
+ON_GPU_OR_INTERPRETED = [
+    pytest.mark.gpu,
+    pytest.mark.interpreted,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1",
+    ),
+]
 # The interpreter truncates to bf16 where a GPU rounds, and its bf16 tl.dot returns nonsense.
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def in_the_interpreter(test: T) -> T:
+    """Mark a test that stands in for a GPU."""
+    skip = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+    marked: T = pytest.mark.interpreted(skip(test))
+    return marked
 
 
 def triton_kernels() -> Iterator[tuple[str, Any]]:

@@ -83,8 +83,10 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def release_unused(device: torch.device) -> None:
-    """Collect garbage, also what was frozen, and have the allocators give back what is free."""
-    gc.unfreeze()
+    """Collect garbage and have the allocators give back what is free. What is left is frozen: it
+    lives for long, and a collection of all objects takes half a second. Who gives up some of it
+    calls `gc.unfreeze` before.
+    """
     gc.collect()
     gc.freeze()
     if device.type == "cuda":

@@ -1,5 +1,6 @@
 """What an engine gives back while it sleeps: its KV pool's memory and its weights."""
 
+import gc
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -54,6 +55,7 @@ class SleepingMemory:
             self._move_weights_to_host()
         elif level >= 2:
             self._owner.model = None
+        gc.unfreeze()  # weights and pool were frozen when they were loaded
         release_unused(self._device)
         return max(0, before - used_bytes(self._device))
 

@@ -1,0 +1,108 @@
+"""A plugin of pytest for `tools/run_tests.py`: what becomes of tests, and their order."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Seconds of each file on an idle machine of two cores. `tools/run_tests.py --record` writes it.
+DURATIONS = Path(__file__).parents[1] / "durations.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tools/run_tests.py")
+    group.addoption("--run-log", type=Path, metavar="FILE", help="write what becomes of each test")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="run in the order of a seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--run-log")
+    # xdist's processes of tests tell their parent, which writes for all.
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RunLog(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        put_longest_first(items)
+    else:
+        shuffle(items, seed)
+
+
+class RunLog:
+    """Write a line of JSON for each report of a test and for each process of tests that died."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+        self._has_told_ids = False
+
+    def _write(self, **line: Any) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def _write_ids(self, ids: Sequence[str]) -> None:
+        if not self._has_told_ids:
+            self._write(ids=list(ids))
+            self._has_told_ids = True
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without xdist, whose own session collects nothing."""
+        if session.items:
+            self._write_ids([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: Sequence[str]) -> None:
+        self._write_ids(ids)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:
+            self._write(died=f"{node.gateway.id}: {error}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(id=report.nodeid, outcome="failed", seconds=0.0, text=report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        line: dict[str, Any] = {"id": report.nodeid, "seconds": report.duration}
+        if report.failed:
+            sections = "".join(f"\n--- {name}\n{text}" for name, text in report.sections)
+            line |= {"outcome": "failed", "text": report.longreprtext + sections}
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "xfail"
+            line |= {"outcome": "skipped", "text": reason.removeprefix("Skipped: ")}
+        elif report.when == "call":
+            line["outcome"] = "passed"
+        self._write(is_last=report.when == "teardown", **line)
+
+
+def recorded_durations() -> dict[str, float]:
+    """Return the recorded seconds of files, by their path from the project's root."""
+    if not DURATIONS.exists():
+        return {}
+    return {name: file["seconds"] for name, file in json.loads(DURATIONS.read_text()).items()}
+
+
+def put_longest_first(items: list[pytest.Item]) -> None:
+    """Sort by file, so that no process of tests is left alone with a long one at the end.
+
+    A file of which nothing is recorded may be long.
+    """
+    recorded = recorded_durations()
+    items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], 1e9))
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Put files, and the tests within each, in an order that the seed gives."""
+    drawn = random.Random(seed)
+    of_files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        of_files.setdefault(item.path, []).append(item)
+    files = list(of_files.values())
+    drawn.shuffle(files)
+    for tests in files:
+        drawn.shuffle(tests)
+    items[:] = [item for tests in files for item in tests]
