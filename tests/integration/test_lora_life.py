@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 60
 PROMPT = random.Random(0).choices(range(3, 290), k=75)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+# Not over before a test has done something to its worker.
+LONG = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 TIMEOUT_S = 120.0
 DECODES = ("decode-0", "decode-1")
 SCALE_OUT_REQUESTS = 3
@@ -107,9 +110,12 @@ async def listed(http: httpx.AsyncClient, wanted: set[str]) -> None:
 
 
 async def generate(
-    stub: pb2_grpc.InferenceServiceStub, name: str, begun: asyncio.Event | None = None
+    stub: pb2_grpc.InferenceServiceStub,
+    name: str,
+    begun: asyncio.Event | None = None,
+    params: SamplingParams = PARAMS,
 ) -> list[int]:
-    request = build_request(PROMPT, PARAMS)
+    request = build_request(PROMPT, params)
     request.lora_name = name
     tokens: list[int] = []
     async for response in stub.Generate(request, timeout=TIMEOUT_S):
@@ -238,10 +244,11 @@ async def test_answers_go_on_elsewhere_when_d_dies_and_end_typed_where_nobody_ha
         requested = ["both", "", "alone"] * 3
         begun = [asyncio.Event() for _ in requested]
         answers = [
-            asyncio.create_task(generate(stub, name, event))
+            asyncio.create_task(generate(stub, name, event, LONG if name == "alone" else PARAMS))
             for name, event in zip(requested, begun, strict=True)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
+        served.stack.send_signal("decode-0", signal.SIGSTOP)
         await asyncio.to_thread(served.stack.kill_process, "decode-0")
         served.stack.wake_and_start()  # processes end with the thread that has started them
         for name, answer in zip(requested, answers, strict=True):
