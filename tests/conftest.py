@@ -97,10 +97,9 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreted import order_sums, quicken_interpreter
+        from support.interpreted import prepare_interpreter
 
-        order_sums()
-        quicken_interpreter()
+        prepare_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -178,6 +178,9 @@ def test_a_process_is_ended_whose_start_a_signal_disturbs(monkeypatch: pytest.Mo
     assert was_killed
 
 
+MARK = r"^((@|    |needs_it.*|)pytest\.mark\.gpu\b|pytestmark = ON_GPU_OR_INTERPRETED$)"
+
+
 def test_every_file_with_tests_for_gpus_is_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from bench_gpu import PARTS
@@ -185,7 +188,7 @@ def test_every_file_with_tests_for_gpus_is_in_a_part(monkeypatch: pytest.MonkeyP
     found = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"^(@|    |needs_it.*|)pytest\.mark\.gpu\b", path.read_text(), re.MULTILINE)
+        if re.search(MARK, path.read_text(), re.MULTILINE)
     }
     found.discard(str(Path(__file__).relative_to(ROOT)))
     assert found == {file for part in PARTS.values() for file in part.tests}

@@ -15,8 +15,8 @@ from support.cuda_traffic import any_text, launches_of, recorded_launches
 from support.interpreted import (
     convert_fp8_as_gpus_do,
     interpreted_kernels,
+    prepare_interpreter,
     prompt_events,
-    quicken_interpreter,
 )
 from support.model_driver import Driver, make_prompt
 
@@ -40,7 +40,7 @@ def answers_of_rank(
     """What a rank says, with the code of CUDA; without a group it is the only one."""
     from pdserve_kernels.triton import deterministic as deterministic_kernels
 
-    quicken_interpreter()
+    prepare_interpreter()
     with prompt_events(), pytest.MonkeyPatch.context() as patch:
         convert_fp8_as_gpus_do(patch)
         with interpreted_kernels(deterministic_kernels if deterministic else None):

@@ -14,6 +14,7 @@ from decoder_models import Model
 
 from pdserve_kernels import cpu
 from pdserve_kernels.groups import Group, tree_sum
+from support.interpreted import prepare_interpreter
 from support.ranks import SharedMemory
 
 
@@ -142,6 +143,7 @@ def run_triton(group, shape, chunks, lora_ranks, is_deterministic):
     from pdserve_kernels import triton
     from pdserve_kernels.triton import deterministic
 
+    prepare_interpreter()
     kernels = deterministic if is_deterministic else triton
     model = Model(shape, kernels, torch.float32, group=group)
     adapters = [rank and make_adapter(kernels, model, rank, torch.float32) for rank in lora_ranks]

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 
-def order_sums() -> None:
+@functools.cache
+def prepare_interpreter() -> None:
+    """Make this process's interpreter quick, and have its sums in one order. The tests' own process
+    does it by itself; one that they start has to.
+    """
+    _order_sums()
+    _quicken_interpreter()
+
+
+def _order_sums() -> None:
     """Have the interpreter's `tl.dot` add up ascending inputs one by one.
 
     numpy's goes to BLAS, which gives a row other bits at another place or among other rows, and on
@@ -46,8 +55,7 @@ def order_sums() -> None:
     interpreter.InterpreterBuilder.create_dot = multiply_in_order
 
 
-@functools.cache
-def quicken_interpreter() -> None:
+def _quicken_interpreter() -> None:
     """Spare this process's interpreter what takes most of its time and changes no result: to patch
     Triton's language anew for each kernel and each function that one calls, to look for an
     overflow in each sum, which it does not tell anybody unless it debugs, and to make the shape of

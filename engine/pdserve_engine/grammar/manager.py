@@ -7,13 +7,14 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from pdserve_common.call_thread import CallThread
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, RequestFailedError
+from pdserve_engine.grammar.forced import ForcedText, whole_characters
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar, Matcher
 from pdserve_engine.grammar.vocabulary import Encode
 
@@ -30,13 +31,10 @@ SLOW_NICENESS = 10
 # made of them: some 10 MB a second. Others take 5 s for a million tokens.
 MAX_ACCEPT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-# Of what a grammar forces. A longer text takes its time, which a larger grammar may have.
-MAX_FORCED_CHARS = 256
+# Larger ones are not asked what they force.
 MAX_FORCING_GRAMMAR_BYTES = 2 * 1024 * 1024
 ALL_ALLOWED = -1
 NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
-
-T = TypeVar("T")
 
 
 class TokenMasks(NamedTuple):
@@ -104,6 +102,7 @@ class StructuredOutputManager:
         self._vocab_size = vocab_size
         # Cuts into tokens what grammars force; None: nobody asks for that.
         self.encode: Encode | None = None
+        self._forced_text: ForcedText | None = None  # made with the first row that is asked
         self._rows: dict[int, _Row] = {}
         self._quick = CallThread("grammar-masks")
         self._slow = CallThread("grammar-slow-masks", niceness=SLOW_NICENESS)
@@ -124,6 +123,9 @@ class StructuredOutputManager:
         is_slow = len(output_token_ids) > SLOW_NUM_TOKENS or grammar.first_mask_s > SLOW_S
         thread = self._slow if is_slow else self._quick
         is_forcing = self.encode is not None and grammar.num_bytes <= MAX_FORCING_GRAMMAR_BYTES
+        if is_forcing and self._forced_text is None:
+            info = grammar.tokenizer_info
+            self._forced_text = ForcedText(info.vocabulary, info.stop_token_ids)
         self._rows[row] = _Row(Matcher(grammar), mask, thread, is_forcing)
         self._advance({row: output_token_ids})
 
@@ -233,13 +235,9 @@ class StructuredOutputManager:
 
     def _match(self, row: _Row, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return what has to follow these tokens, nothing if they do not fit."""
-
-        def match() -> tuple[int, ...]:
-            self._accept(row, token_ids)
-            return self._find_forced(row)
-
         row.turn_s = 0.0
-        return self._do(row, match) or ()
+        self._do(row, partial(self._accept, row, token_ids))
+        return () if row.error is not None else self._find_forced(row)
 
     def _make_mask(self, row: _Row) -> None:
         self._do(row, partial(self._fill, row))
@@ -247,20 +245,19 @@ class StructuredOutputManager:
             raise row.error
         row.is_slow = row.turn_s > SLOW_S
 
-    def _do(self, row: _Row, part: Callable[[], T]) -> T | None:
+    def _do(self, row: _Row, part: Callable[[], None]) -> None:
         """Do a part of a row's turn. What goes wrong is kept: the row has come to its end."""
         if row.error is not None:
-            return None
+            return
         start = self._cpu_clock()
         try:
-            return part()
+            part()
         except PdserveError as error:
             row.error = error
         except RuntimeError as error:  # the library's own checks
             row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
         finally:
             row.turn_s += self._cpu_clock() - start
-        return None
 
     def _accept(self, row: _Row, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -285,18 +282,17 @@ class StructuredOutputManager:
             )
 
     def _find_forced(self, row: _Row) -> tuple[int, ...]:
-        if not row.is_forcing or row.matcher.is_terminated:
+        if not row.is_forcing or row.thread is self._slow or row.matcher.is_terminated:
             return ()
+        assert self._forced_text is not None
+        assert self.encode is not None, "no row is asked"
         try:
-            text = row.matcher.find_jump_forward_string()[:MAX_FORCED_CHARS]
+            text = whole_characters(self._forced_text.find(row.matcher))
         except RuntimeError:  # the library's own checks: if it matters, the mask fails as well
             return ()
-        if not text:
-            return ()
-        assert self.encode is not None, "no row is asked"
         # What the tokenizer knows, but not the model, ends it.
         is_known = self._vocab_size.__gt__
-        return tuple(itertools.takewhile(is_known, self.encode(text)))
+        return tuple(itertools.takewhile(is_known, self.encode(text))) if text else ()
 
     def _masks_behind(self, row: _Row, drafts: Sequence[int]) -> list[Bitmask]:
         """Return what may follow each of the drafts, up to the first that does not fit or behind

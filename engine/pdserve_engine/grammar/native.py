@@ -60,6 +60,11 @@ class TokenizerInfo:
         return str(self.handle.serialize_json())
 
     @property
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of each token; makes them anew."""
+        return [bytes(token) for token in self.handle.decoded_vocab()]
+
+    @property
     def stop_token_ids(self) -> frozenset[int]:
         return frozenset(self.handle.stop_token_ids())
 
@@ -91,6 +96,11 @@ class CompiledGrammar:
         handle = _bindings().CompiledGrammar.deserialize_json(text, tokenizer_info.handle)
         return cls.of(handle, first_mask_s)
 
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What it was compiled for, without the ids of added tokens."""
+        return TokenizerInfo(self.handle.tokenizer_info())
+
     def serialize(self) -> str:
         """Its time and length grow with the square of the number of rules: each repeats all."""
         return str(self.handle.serialize_json())
@@ -118,17 +128,6 @@ class Matcher:
     def fill(self, bitmask: Bitmask) -> None:
         """Write which tokens fit next into an int32 [ceil(vocab_size / 32)]."""
         self._handle.fill_next_token_bitmask(bitmask, 0, False)
-
-    def find_jump_forward_string(self) -> str:
-        """Return what has to come next, whichever tokens it is made of; empty if there is a choice.
-        Nothing changes. Takes some 100 ns for each character.
-        """
-        try:
-            return str(self._handle.find_jump_forward_string())
-        except UnicodeDecodeError as error:
-            # The library's bytes begin or end within a character.
-            whole: bytes = error.object[: error.start]
-            return whole.decode()
 
     def rollback(self, num_tokens: int) -> None:
         """Go back to where the text was before its last tokens."""

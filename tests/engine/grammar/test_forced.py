@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from pdserve_engine.grammar import manager as manager_module
+from pdserve_engine.grammar.forced import MAX_BYTES, ForcedText, whole_characters
 from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import make_encoder
@@ -59,7 +60,7 @@ def manager(encode: Callable[[str], Sequence[int]]) -> Iterator[StructuredOutput
 
 @pytest.fixture(scope="session")
 def vocabulary(tokenizer_info: TokenizerInfo) -> list[bytes]:
-    return [bytes(token) for token in tokenizer_info.handle.decoded_vocab()]
+    return tokenizer_info.vocabulary
 
 
 def mask_of(manager: StructuredOutputManager, row: int) -> set[int]:
@@ -124,14 +125,40 @@ def test_parts_of_characters_are_left_out(
     compile_format: Compile, tokenizer_info: TokenizerInfo
 ) -> None:
     matcher = Matcher(compile_format(FORMATS[4]))
+    forced = ForcedText(tokenizer_info.vocabulary, tokenizer_info.stop_token_ids)
     # Both cities begin with the same byte.
-    assert matcher.find_jump_forward_string() == "in "
-    assert matcher._handle.accept_string(b"in \xe5", False)
-    assert matcher.find_jump_forward_string() == ""
-    assert matcher._handle.accept_string(b"\x8d", False)
-    assert matcher.find_jump_forward_string() == "", "it begins within a character"
+    assert forced.find(matcher) == b"in \xe5"
+    assert whole_characters(b"in \xe5") == "in "
+    assert matcher._handle.accept_string(b"in \xe5\x8d", False)
+    assert forced.find(matcher) == b"\x97\xe4\xba\xac"
+    assert whole_characters(b"\x97\xe4\xba\xac") == "", "it begins within a character"
     assert matcher._handle.accept_string(b"\x97", False)
-    assert matcher.find_jump_forward_string() == "京"
+    assert whole_characters(forced.find(matcher)) == "京"
+
+
+# Each forces a text without end, or one that nobody lives to see the end of.
+ENDLESS = {
+    "a rule that is followed by itself": 'root ::= "a" root',
+    "a rule behind a choice": 'root ::= [ab] loop\nloop ::= "xy" loop',
+    "rules that double": "root ::= a30\n"
+    + "".join(f"a{i} ::= a{i - 1} a{i - 1}\n" for i in range(30, 0, -1))
+    + 'a0 ::= "xy"',
+    "repeats of repeats": 'root ::= a{128}\na ::= b{128}\nb ::= c{128}\nc ::= "xy"{128}',
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_of_a_text_without_end_the_beginning_is_forced(
+    name: str, manager: StructuredOutputManager, compile_format: Compile, vocabulary: list[bytes]
+) -> None:
+    manager.add(0, compile_format({"type": "grammar", "grammar": ENDLESS[name]}), ())
+    for _ in range(3):
+        allowed = mask_of(manager, 0)
+        forced = manager.forced([0]).get(0, ())
+        num_bytes = sum(len(vocabulary[token_id]) for token_id in forced)
+        assert num_bytes <= MAX_BYTES + max(map(len, vocabulary))
+        manager.accept({0: [min(allowed)]})
+    assert manager.forced([0])
 
 
 def test_of_rows_that_are_late_slow_large_or_gone_nothing_is_forced(
