@@ -392,6 +392,7 @@ class Worker:
         assert not len(self.owners)
         check_places(self.scheduler)
         assert self.connector.num_open_sessions() == 0
+        self.connector.check_idle()
 
 
 @dataclass(eq=False)
