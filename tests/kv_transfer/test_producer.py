@@ -12,6 +12,12 @@ import pytest
 
 from pdserve_common import metrics
 from pdserve_common.engine_types import ErrorCode
+from pdserve_common.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    PdserveError,
+    RequestFailedError,
+)
 from pdserve_common.kv_types import (
     BlocksReady,
     CancelRequest,
@@ -388,23 +394,31 @@ def test_a_request_that_ends_while_preempted_voids_the_ticket(world: World) -> N
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"),
+    ("status", "error", "reason"),
     [
-        (RequestStatus.FINISHED_STOPPED, "finished"),
-        (RequestStatus.FINISHED_ABORTED, "aborted"),
-        (RequestStatus.FINISHED_ERROR, "error"),
+        (RequestStatus.FINISHED_STOPPED, None, "finished"),
+        (RequestStatus.FINISHED_ABORTED, None, "aborted"),
+        (RequestStatus.FINISHED_ERROR, None, "error"),
+        (RequestStatus.FINISHED_ERROR, DrainingError("shutdown"), "error"),
+        # Of what is the request's own doing the router blames no pair.
+        (RequestStatus.FINISHED_ERROR, RequestFailedError("NaN"), "aborted"),
+        (RequestStatus.FINISHED_ERROR, DeadlineExceededError("late"), "aborted"),
     ],
 )
-@pytest.mark.parametrize("is_linked", [True, False])
-def test_d_hears_of_an_end_before_any_session(
-    world: World, status: RequestStatus, reason: str, is_linked: bool
+@pytest.mark.parametrize("stage", ["linked", "unlinked", "sending"])
+def test_d_hears_why_a_request_has_ended(
+    world: World, status: RequestStatus, error: PdserveError | None, reason: str, stage: str
 ) -> None:
-    if is_linked:
+    request, session = world.sending() if stage == "sending" else (world.request("p"), None)
+    if stage == "linked":
         world.connect()
-    world.end_p(world.request("p"), status)
-    if not is_linked:
+    elif session is not None:
+        world.heard()
+    request.error = error.to_engine_error() if error is not None else None
+    world.end_p(request, status)
+    if stage == "unlinked":
         world.connect()
-    assert world.heard() == [ended(None, reason)]
+    assert world.heard() == [ended(session, reason)]
 
 
 def test_an_end_that_cannot_be_told_is_forgotten(world: World) -> None:
@@ -696,6 +710,7 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
     wrong = [
         make_hello(world.d_identity, "local"),
         Release(session=session, through_block=1000),
+        Release(session=replace(session, p_epoch="stale"), through_block=1),
         Granted(session=session, first_block=4),
         *(say(other) for event, say in SAID.items() if event is not Event.CANCELLED),
         CancelRequest(request_id="r0", attempt=-1, reason="an older attempt"),
@@ -703,8 +718,8 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
     for message in wrong:
         world.say(message)
     assert world.late("p") == len(wrong)
-    assert acks(world.heard()) == [False] * 3
-    assert world.num_acks("false") == 3
+    assert acks(world.heard()) == [False] * 4
+    assert world.num_acks("false") == 4
     assert world.take_p_events() == []
     assert world.p.num_open_sessions() == 1
     world.say(KVLinkHeartbeat(step_seq=1))
