@@ -370,7 +370,7 @@ class Pair(PSide):
         self.has_room = True
         self.num_cached_tokens = 0
         # Taken by `wait_for` and not waited for yet.
-        self.told: list[Any] = []
+        self.pending: list[Any] = []
 
     def connect(self) -> None:
         self.to_d, self.to_p = Wire(), Wire()
@@ -462,10 +462,10 @@ class Pair(PSide):
         """Run until a scheduler is told `wanted` of `request_id`; returns the event."""
 
         def find() -> Any:
-            self.told += self.collect()
-            for item in self.told:
+            self.pending += self.collect()
+            for item in self.pending:
                 if isinstance(item, wanted) and item.request.request_id == request_id:
-                    self.told.remove(item)
+                    self.pending.remove(item)
                     return item
             return None
 
