@@ -49,7 +49,7 @@ from pdserve_engine.kv_transfer.protocol import (
 from pdserve_engine.kv_transfer.pull import LossReason
 from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
 from pdserve_engine.request.request import Request
-from support.handoff import SPEC, Pair, Wire, make_identity, welcome_of
+from support.handoff import SPEC, Pair, Wire, ended, make_identity, welcome_of
 from support.metrics import series, value
 
 State = ConsumerState
@@ -195,19 +195,6 @@ def ack(session: KVSessionId, through_block: int, *, valid: bool = True) -> Rele
     return ReleaseAck(session=session, through_block=through_block, valid=valid)
 
 
-def ended(
-    session: KVSessionId | None, message: str, request_id: str = "r0", attempt: int = 0
-) -> SessionEnded:
-    """The message begins with the reason, as P's do."""
-    return SessionEnded(
-        session=session,
-        request_id=request_id,
-        attempt=attempt,
-        reason=SessionEndReason[message.partition(":")[0].upper()],
-        message=message,
-    )
-
-
 # ---- the way it is meant to go
 
 
@@ -348,20 +335,6 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     assert event.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
     assert world.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
-    world.end(request)
-
-
-def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) -> None:
-    world.say(ask(world.session()))
-    world.pass_time(599)
-    cancel = CancelRequest(request_id="r0", attempt=0, reason="expired")
-    assert cancel not in world.heard(), "it is kept for as long as a ticket is"
-    world.pass_time(1)
-    assert cancel in world.heard()
-    request = world.ticket()
-    assert world.told() == []
-    world.say(ask(world.session()))  # P may ask again: the ticket is here now
-    assert world.told() == [BlocksClaimed(request, 0.0)]
     world.end(request)
 
 

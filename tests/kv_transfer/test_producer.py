@@ -31,7 +31,6 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     Revoke,
     SessionEnded,
-    SessionEndReason,
 )
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.links import make_hello
@@ -51,7 +50,7 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S
 from pdserve_engine.request.request import Request, RequestStatus
-from support.handoff import SPEC, PSide, Wire, make_identity
+from support.handoff import SPEC, PSide, Wire, ended, make_identity
 from support.metrics import series, value
 
 State, Event, Action = ProducerState, ProducerEvent, ProducerAction
@@ -168,17 +167,6 @@ def world(make_world: Callable[..., World]) -> World:
 
 def acks(messages: list[Any]) -> list[bool]:
     return [message.valid for message in messages if isinstance(message, ReleaseAck)]
-
-
-def ended(session: KVSessionId | None, message: str) -> SessionEnded:
-    """What D is told; the message begins with the reason."""
-    return SessionEnded(
-        session=session,
-        request_id="r0",
-        attempt=0,
-        reason=SessionEndReason[message.partition(":")[0].upper()],
-        message=message,
-    )
 
 
 # ---- the way of a request
@@ -382,15 +370,6 @@ def test_a_preempted_request_gets_a_new_session(world: World) -> None:
     assert acks(world.heard()) == [False]
     world.say(Granted(session=again.session, first_block=0))
     assert world.start(request)
-
-
-def test_a_request_that_ends_while_preempted_voids_the_ticket(world: World) -> None:
-    request, _ = world.sending()
-    world.preempt(request)
-    world.heard()
-    world.end_p(request, RequestStatus.FINISHED_ABORTED)
-    assert world.heard() == [ended(None, "aborted")]
-    world.check_baseline()
 
 
 @pytest.mark.parametrize(

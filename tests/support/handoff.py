@@ -12,7 +12,14 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
+from pdserve_common.kv_types import (
+    PROTOCOL_VERSION,
+    KVLinkWelcome,
+    KVSessionId,
+    SessionEnded,
+    SessionEndReason,
+    new_epoch,
+)
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
@@ -226,6 +233,16 @@ class Wire:
 
     def close(self, reason: str) -> None:
         self.closed_because = reason
+
+
+def ended(
+    session: KVSessionId | None, message: str, request_id: str = "r0", attempt: int = 0
+) -> SessionEnded:
+    """What P says at a session's end; the message begins with the reason."""
+    reason = SessionEndReason[message.partition(":")[0].upper()]
+    return SessionEnded(
+        session=session, request_id=request_id, attempt=attempt, reason=reason, message=message
+    )
 
 
 class PSide:
