@@ -19,19 +19,9 @@ from pdserve_engine.kv_transfer.ports import (
     PullFinished,
     PullLost,
     RequestFailed,
-    StartAllowed,
 )
-from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request import RequestStatus
 from support.metrics import value
-
-
-def handoff(pair: Any, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:
-    """Both legs of a request that P has been allowed to start, and has."""
-    request = pair.ticket(request_id, **fields)
-    prefill = pair.ask(request_id, **fields)
-    pair.wait_for(StartAllowed, request_id)
-    assert pair.start(prefill)
-    return request, prefill
 
 
 def same_blocks(pair: Any, ours: list[int], theirs: list[int]) -> bool:
@@ -41,7 +31,7 @@ def same_blocks(pair: Any, ours: list[int], theirs: list[int]) -> bool:
 def test_a_prefill_is_handed_over_while_it_runs(pair: Any) -> None:
     """A chunk is read and confirmed before the next one exists."""
     pair.connect()
-    request, prefill = handoff(pair)
+    request, prefill = pair.handoff()
     p_blocks, d_blocks = pair.p_tables[prefill][0], pair.d_tables[request][0]
     for num_tokens in (16, 32):
         pair.compute(prefill, num_tokens)
@@ -73,7 +63,7 @@ def test_a_prompt_that_d_has_cached_whole_moves_no_block(pair: Any) -> None:
 @pytest.mark.parametrize("fault", ["error", "stall"])
 def test_a_read_that_fails_is_a_loss_of_its_request(pair: Any, fault: str) -> None:
     pair.connect()
-    request, prefill = handoff(pair)
+    request, prefill = pair.handoff()
     pair.compute(prefill, 16)
     pair.wait_for(BlocksConfirmed)
     pair.transport.is_holding = True
@@ -98,7 +88,7 @@ def test_a_read_that_fails_is_a_loss_of_its_request(pair: Any, fault: str) -> No
 def test_the_next_attempt_goes_on_with_what_is_confirmed(pair: Any) -> None:
     """As the router decides: the same P again, the first attempt is superseded on D."""
     pair.connect()
-    first, prefill = handoff(pair)
+    first, prefill = pair.handoff()
     pair.compute(prefill, 32)
     while pair.wait_for(BlocksConfirmed).num_tokens < 32:
         pass
@@ -106,7 +96,7 @@ def test_the_next_attempt_goes_on_with_what_is_confirmed(pair: Any) -> None:
     assert pair.wait_for(PullLost).lost.num_confirmed_tokens == 32
     pair.num_cached_tokens = 32  # their blocks are in D's prefix cache
     assert pair.end_d(first) == frozenset()
-    second, prefill = handoff(pair, attempt=1)
+    second, prefill = pair.handoff(attempt=1)
     pair.end_p(prefill)
     finished = pair.wait_for(PullFinished)
     assert finished.request is second
@@ -123,7 +113,7 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
         pair.d.on_tick()
         pair.pump()
     assert value(pair.p_metrics.links) == value(pair.d_metrics.links) == 1
-    request, prefill = handoff(pair)
+    request, prefill = pair.handoff()
     for _ in range(7):
         pair.now += 1
         pair.p.on_tick()

@@ -33,6 +33,7 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
     BlocksReturned,
+    PullFinished,
     StartAllowed,
 )
 from pdserve_engine.kv_transfer.producer import ProducerConnector
@@ -497,6 +498,25 @@ class Pair(PSide):
             self.compute(request, num_tokens)
         self.end_p(request)
         return request
+
+    def handoff(self, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:
+        """D's and P's legs of a request that P has been allowed to start, and has."""
+        request = self.ticket(request_id, **fields)
+        prefill = self.ask(request_id, **fields)
+        self.wait_for(StartAllowed, request_id)
+        assert self.start(prefill)
+        return request, prefill
+
+    def hand_over(self, request_id: str = "r0") -> None:
+        """All of a request's blocks arrive, and nothing is left of it."""
+        request, prefill = self.handoff(request_id)
+        ours, theirs = self.d_tables[request][0], self.p_tables[prefill][0]
+        self.compute(prefill, 16)
+        self.end_p(prefill)
+        self.wait_for(PullFinished, request_id)
+        assert torch.equal(self.d_pool.tensor[ours[:3]], self.p_pool.tensor[theirs[:3]])
+        self.end_d(request)
+        self.check_baseline()
 
     def check_baseline(self) -> None:
         """Nothing is left behind on either side, as soon as all READs have landed."""
