@@ -363,6 +363,8 @@ def test_a_preempted_request_gets_a_new_session(world: World) -> None:
     world.heard()
     world.preempt(request)
     assert world.heard() == [ended(old, "preempted")]
+    world.preempt(request)
+    assert world.heard() == [], "it has no session now"
     world.p.ask(request)
     (again,) = world.heard()
     assert again.session.seq > old.seq
