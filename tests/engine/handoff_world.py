@@ -51,6 +51,7 @@ from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.drafts import MixedProposer, compute_all_drafts
+from support.handoff import Wire
 from support.modelled_rank import DEAD, ModelledRank
 from support.scripted_engine import (
     BLOCK_SIZE,
@@ -208,20 +209,6 @@ class Nic(KVTransport):
     set_exporting = lambda self, is_exporting: None  # noqa: E731
 
 
-class Wire:
-    """One direction of a link."""
-
-    def __init__(self) -> None:
-        self.messages: collections.deque[Any] = collections.deque()
-        self.is_closed = False
-
-    def send(self, message: Any) -> None:
-        self.messages.append(message)
-
-    def close(self, reason: str) -> None:
-        self.is_closed = True
-
-
 class Link:
     """A KvLink. Once it is cut nothing arrives any more, and each side learns of it in its time."""
 
@@ -234,7 +221,7 @@ class Link:
         self.p_link: KVLink = p.connector.accept_link(d.connector.hello(), self.to_d)
 
     def progress(self, chance: random.Random) -> None:
-        if self.is_cut or self.to_d.is_closed or self.to_p.is_closed:
+        if self.is_cut or self.to_d.closed_because or self.to_p.closed_because:
             self.is_cut = True
             self._notice(self.unaware.pop(chance.randrange(len(self.unaware))))
         elif chance.random() < 0.5:
@@ -392,6 +379,7 @@ class Worker:
         assert not len(self.owners)
         check_places(self.scheduler)
         assert self.connector.num_open_sessions() == 0
+        self.connector.check_idle()
 
 
 @dataclass(eq=False)

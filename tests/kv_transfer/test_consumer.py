@@ -47,38 +47,25 @@ from pdserve_engine.kv_transfer.protocol import (
     ConsumerState,
 )
 from pdserve_engine.kv_transfer.pull import LossReason
-from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
+from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
 from pdserve_engine.request.request import Request
-from support.handoff import SPEC, Pair, Wire, make_identity, welcome_of
+from support.handoff import SPEC, Pair, Wire, ended, make_identity, welcome_of
 from support.metrics import series, value
 
 State = ConsumerState
 
 
-class World:
+class World(Pair):
     """A D with a link to a P whose messages are the test's. READs are held until they are let go.
 
     A prompt is of 40 tokens: three blocks, the last one partial.
     """
 
     def __init__(self, spec: KVCacheSpec = SPEC) -> None:
-        self.pair = Pair("local", spec)
-        self.d = self.pair.d
-        self.transport = self.pair.transport
+        super().__init__("local", spec)
         self.transport.is_holding = True
-        self.pair.connect()
+        self.connect()
         self.seq = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pair, name)
-
-    @property
-    def now(self) -> float:
-        return float(self.pair.now)
-
-    @now.setter
-    def now(self, now: float) -> None:
-        self.pair.now = now
 
     def pass_time(self, seconds: float) -> None:
         """P's heartbeats come, and D's ticks, when they should: every second."""
@@ -96,21 +83,21 @@ class World:
         """A new session of this link."""
         self.seq += 1
         return KVSessionId(
-            p_epoch=self.pair.p_identity.epoch,
+            p_epoch=self.p_identity.epoch,
             d_epoch=self.d.identity.epoch,
-            link=self.pair.d_link.number,
+            link=self.d_link.number,
             seq=self.seq,
         )
 
     def say(self, *messages: Any) -> None:
         """P sends."""
         for message in messages:
-            self.d.on_message(self.pair.d_link, message)
+            self.d.on_message(self.d_link, message)
 
     def heard(self) -> list[Any]:
         """What D has sent since."""
-        messages = list(self.pair.to_p.messages)
-        self.pair.to_p.messages.clear()
+        messages = list(self.to_p.messages)
+        self.to_p.messages.clear()
         return messages
 
     def told(self, *kinds: type) -> list[Any]:
@@ -118,11 +105,11 @@ class World:
         events = self.d.take_events()
         for item in events:
             if isinstance(item, BlocksFreed):
-                self.pair.d_blocks.give(item.block_ids)
+                self.d_blocks.give(item.block_ids)
         return [item for item in events if isinstance(item, kinds)] if kinds else events
 
     def claimed(self, request_id: str = "r0", **fields: Any) -> tuple[Request, KVSessionId]:
-        request = self.pair.ticket(request_id, **fields)
+        request = self.ticket(request_id, **fields)
         session = self.session()
         self.say(ask(session, request_id, request.num_tokens, request.core_request.attempt))
         assert self.told() == [BlocksClaimed(request, 0.0)]
@@ -130,8 +117,8 @@ class World:
 
     def granted(self, num_cached: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
         request, session = self.claimed(**fields)
-        self.pair.num_cached_tokens = num_cached
-        assert self.pair.reserve(request)
+        self.num_cached_tokens = num_cached
+        assert self.reserve(request)
         assert self.heard() == [Granted(session=session, first_block=num_cached // 16)]
         return request, session
 
@@ -167,24 +154,24 @@ class World:
 
     def end(self, request: Request) -> None:
         """The request ends, and its READs land; nothing is left of it."""
-        self.pair.end_d(request)
+        self.end_d(request)
         while self.transport.held:
             self.transport.land()
         self.told()
-        assert sorted(self.pair.d_blocks.free) == list(range(64))
+        assert sorted(self.d_blocks.free) == list(range(64))
         assert self.d.num_open_sessions() == 0
         assert self.gauge("zombie_reads") == 0
         self.d.check_idle()
 
     def gauge(self, name: str, *labels: str) -> float:
-        return value(getattr(self.pair.d_metrics, name), *labels)
+        return value(getattr(self.d_metrics, name), *labels)
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     world = World()
     yield world
-    world.pair.close()
+    world.close()
 
 
 def ask(
@@ -206,19 +193,6 @@ def done(session: KVSessionId, **changes: Any) -> PrefillDone:
 
 def ack(session: KVSessionId, through_block: int, *, valid: bool = True) -> ReleaseAck:
     return ReleaseAck(session=session, through_block=through_block, valid=valid)
-
-
-def ended(
-    session: KVSessionId | None, message: str, request_id: str = "r0", attempt: int = 0
-) -> SessionEnded:
-    """The message begins with the reason, as P's do."""
-    return SessionEnded(
-        session=session,
-        request_id=request_id,
-        attempt=attempt,
-        reason=SessionEndReason[message.partition(":")[0].upper()],
-        message=message,
-    )
 
 
 # ---- the way it is meant to go
@@ -272,19 +246,9 @@ def test_what_is_cached_is_not_read(world: World) -> None:
     world.end(request)
 
 
-def test_a_prompt_that_is_cached_whole_needs_no_read_and_no_release(world: World) -> None:
-    request, session = world.granted(num_cached=32, num_tokens=32)
-    world.say(done(session, num_tokens=32))
-    landed, finished = world.told()
-    assert finished.stats.num_reads == 0
-    assert landed.output_token_ids == (77,)
-    assert world.heard() == []
-    world.end(request)
-
-
 def test_a_chunk_that_no_window_needs_is_released_unread() -> None:
     world = World(replace(SPEC, groups=group_layers([16, 16])))
-    with contextlib.closing(world.pair):
+    with contextlib.closing(world):
         request, session = world.granted()
         world.say(ready(session, 0, 5))
         assert not world.transport.held
@@ -358,18 +322,6 @@ def test_a_transfer_hidden_under_the_prefill_exposes_nothing(world: World) -> No
 # ---- claims and grants
 
 
-def test_a_claim_may_come_before_its_ticket(world: World) -> None:
-    session = world.session()
-    world.say(ask(session))
-    assert world.told() == []
-    assert world.d.num_open_sessions() == 0, "a claim alone is no work of D's"
-    request = world.pair.ticket()
-    assert world.told() == [BlocksClaimed(request, 0.0)]
-    assert world.pair.reserve(request)
-    assert world.heard() == [Granted(session=session, first_block=0)]
-    world.end(request)
-
-
 def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     """The engine takes tickets between two steps, and a long prompt of its own makes long ones."""
     session = world.session()
@@ -377,26 +329,12 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     asked_time = world.now
     world.pass_time(90)
     assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
-    request = world.pair.ticket()
+    request = world.ticket()
     (event,) = world.told()
     assert event == BlocksClaimed(request, 0.0)
     assert event.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
-    assert world.pair.reserve(request)
+    assert world.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
-    world.end(request)
-
-
-def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) -> None:
-    world.say(ask(world.session()))
-    world.pass_time(599)
-    cancel = CancelRequest(request_id="r0", attempt=0, reason="expired")
-    assert cancel not in world.heard(), "it is kept for as long as a ticket is"
-    world.pass_time(1)
-    assert cancel in world.heard()
-    request = world.pair.ticket()
-    assert world.told() == []
-    world.say(ask(world.session()))  # P may ask again: the ticket is here now
-    assert world.told() == [BlocksClaimed(request, 0.0)]
     world.end(request)
 
 
@@ -406,7 +344,7 @@ def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.M
         world.say(ask(world.session(), f"r{i}"))
     assert world.heard() == [CancelRequest(request_id="r2", attempt=0, reason="unwanted")]
     assert world.gauge("sessions", "early") == 2
-    world.d.link_lost(world.pair.d_link, "cut")
+    world.d.link_lost(world.d_link, "cut")
     assert world.gauge("sessions", "early") == 0
 
 
@@ -415,7 +353,7 @@ def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> N
     session = world.session()
     world.say(ask(session), ended(session, reason))
     world.d.check_idle()
-    request = world.pair.ticket()
+    request = world.ticket()
     assert world.told() == []
     world.say(ask(world.session()))
     assert world.told() == [BlocksClaimed(request, 0.0)]
@@ -423,23 +361,12 @@ def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> N
 
 
 def test_a_claim_for_a_request_that_is_over_is_refused_at_once(world: World) -> None:
-    request = world.pair.ticket()
+    request = world.ticket()
     world.end(request)
     world.heard()
     world.say(ask(world.session()))
     assert world.heard() == [CancelRequest(request_id="r0", attempt=0, reason="unwanted")]
     assert world.told() == []
-
-
-def test_a_claim_that_must_wait_is_granted_unasked(world: World) -> None:
-    request, session = world.claimed()
-    world.pair.has_room = False
-    assert not world.pair.reserve(request)
-    assert world.heard() == [Later(session=session)]
-    world.pair.has_room = True
-    assert world.pair.reserve(request)
-    assert world.heard() == [Granted(session=session, first_block=0)]
-    world.end(request)
 
 
 def test_the_youngest_grant_without_an_announcement_is_taken_back(world: World) -> None:
@@ -448,66 +375,26 @@ def test_the_youngest_grant_without_an_announcement_is_taken_back(world: World) 
     third, third_session = world.granted(request_id="r2")
     world.say(ready(third_session, 0, 5))
     assert world.d.reclaim() is second
-    world.pair.give_d(second, frozenset())
+    world.give_d(second, frozenset())
     assert world.heard() == [Revoke(session=second_session)]
     assert world.d.reclaim() is first
-    world.pair.give_d(first, frozenset())
+    world.give_d(first, frozenset())
     assert world.heard() == [Revoke(session=first_session)]
     assert world.d.reclaim() is None, "blocks of the third are announced"
-    assert world.pair.reserve(second), "the claims stand"
+    assert world.reserve(second), "the claims stand"
     assert world.heard() == [Granted(session=second_session, first_block=0)]
     for request in (first, second):
-        world.pair.end_d(request)
+        world.end_d(request)
     world.end(third)
-
-
-def test_blocks_announced_for_a_grant_that_was_taken_back_are_not_read(world: World) -> None:
-    """P's announcement and D's revocation have crossed; P gives the request up."""
-    request, session = world.granted()
-    assert world.d.reclaim() is request
-    world.pair.give_d(request, frozenset())
-    world.say(ready(session, 0, 5))
-    assert world.transport.held == []
-    assert world.gauge("late_messages") == 1
-    world.say(ended(session, "revoked"))
-    assert world.lost(request).reason == "session_ended"
-    world.end(request)
-
-
-@pytest.mark.parametrize("stage", ["claimed", "granted", "pulling"])
-def test_a_request_that_p_preempts_is_claimed_again(world: World, stage: str) -> None:
-    request, session = getattr(world, stage)()
-    world.say(ended(session, "preempted"))
-    (returned,) = world.told()
-    table = world.d_tables.get(request, ([],))[0]
-    assert returned == BlocksReturned(request, frozenset(table[:2] if stage == "pulling" else []))
-    world.pair.give_d(request, returned.kept)
-    assert world.gauge("zombie_reads") == (2 if stage == "pulling" else 0)
-    assert not world.pair.reserve(request), "P does not want them now"
-    while world.transport.held:
-        world.transport.land()
-    freed = [i for event in world.told(BlocksFreed) for i in event.block_ids]
-    assert set(freed) == returned.kept
-    assert len(world.d_blocks.free) == 64
-    assert world.heard() == [], "landed, but not P's any more"
-
-    second = world.session()
-    world.say(ask(second))
-    assert world.told() == [BlocksClaimed(request, 0.0)]
-    assert world.pair.reserve(request)
-    assert world.heard() == [Granted(session=second, first_block=0)]
-    world.say(ready(session, 0, 5))
-    assert world.gauge("late_messages") == 1, "of the session before"
-    world.end(request)
 
 
 def test_a_grant_answers_only_a_claim_that_the_scheduler_knows(world: World) -> None:
     """The claim it has in hand was withdrawn, another one is on its way to it."""
     request, session = world.claimed()
     world.say(ended(session, "preempted"), ask(world.session()))
-    assert not world.pair.reserve(request)
+    assert not world.reserve(request)
     assert world.told() == [BlocksReturned(request, frozenset()), BlocksClaimed(request, 0.0)]
-    assert world.pair.reserve(request)
+    assert world.reserve(request)
     world.end(request)
 
 
@@ -522,7 +409,7 @@ def test_a_request_that_ends_before_it_knows_of_returned_blocks(
         world.transport.land()
         world.transport.land()
     table = world.d_tables[request][0]
-    assert world.pair.end_d(request) == set(table[:2])
+    assert world.end_d(request) == set(table[:2])
     world.end(request)
 
 
@@ -535,13 +422,13 @@ def lose_link(world: World, request: Request, session: KVSessionId) -> None:
 
 def lose_dial(world: World, request: Request, session: KVSessionId) -> None:
     """Another one: this one has a link."""
-    world.pair.cut()
+    world.cut()
     world.told()
-    world.pair.end_d(request)
-    other = world.pair.ticket("r1")
+    world.end_d(request)
+    other = world.ticket("r1")
     world.d.link_failed("p0", "refused")
     assert world.lost(other).message == "no link to p0: refused"
-    world.pair.end_d(other)
+    world.end_d(other)
 
 
 def lose_read(world: World, request: Request, session: KVSessionId) -> None:
@@ -552,7 +439,7 @@ def lose_read(world: World, request: Request, session: KVSessionId) -> None:
 
 
 def fail_checksum(world: World, request: Request, session: KVSessionId) -> None:
-    world.pair.checksum = lambda block_ids: tuple(7 for _ in block_ids)
+    world.checksum = lambda block_ids: tuple(7 for _ in block_ids)
     world.say(ready(session, 2, 2, checksums=((8,),)))
     world.transport.land(1)
     assert world.gauge("checksum_mismatches") == 1
@@ -576,18 +463,6 @@ LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
     "protocol": lambda world, _, session: world.say(ready(session, 0, 5)),
     "expired": let_announcements_stop,
     "fenced": lambda world, *_: world.d.fence_all("weights"),
-}
-
-
-def let_the_answer_stay_out(world: World, request: Request, session: KVSessionId) -> None:
-    world.pass_time(ACK_TIMEOUT_S)
-
-
-# When all has landed nothing of the transport can go wrong, but P may not answer.
-LATE_LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
-    **{name: LOSSES[name] for name in ("link_lost", "session_ended", "fenced")},
-    "not_valid": lambda world, _, session: world.say(ack(session, 3, valid=False)),
-    "expired": let_the_answer_stay_out,
 }
 
 
@@ -632,58 +507,14 @@ def test_a_lost_pull_is_reported_held_and_then_failed(
     world.end(request)
 
 
-@pytest.mark.parametrize("reason", LATE_LOSSES)
-def test_what_has_landed_is_lost_without_an_ack(world: World, reason: str) -> None:
-    request, session = world.landed()
-    assert world.heard() == [Release(session=session, through_block=3)]
-    LATE_LOSSES[reason](world, request, session)
-    lost = world.lost(request)
-    assert (lost.reason, lost.num_confirmed_tokens) == (reason, 0)
-    world.say(ack(session, 3))
-    assert world.told() == [], "it comes too late"
-    world.end(request)
-
-
-def test_all_that_landed_is_accepted_with_ps_last_word(world: World) -> None:
-    request, session = world.landed()
-    world.say(ack(session, 2))
-    assert world.told() == [BlocksConfirmed(request, 32)]
-    world.say(ready(session, 0, 5), done(session))
-    assert world.gauge("late_messages") == 2
-    world.say(ack(session, 3))
-    assert [type(n) for n in world.told()] == [BlocksConfirmed, PullFinished]
-    assert world.gauge("sessions", "landed") == 0
-    assert world.gauge("release_acks", "true") == 0, "P counts them"
-    world.end(request)
-
-
 def test_a_p_that_cannot_be_reached_loses_the_ticket(world: World) -> None:
     request, session = world.pulling()
     LOSSES["no_link"](world, request, session)
     while world.transport.held:
         world.transport.land()
     assert world.dialed == ["p0"]
-    world.pair.ticket("r2")
+    world.ticket("r2")
     assert world.dialed == ["p0", "p0"], "the next one tries again"
-
-
-@pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "pulling", "landed"])
-@pytest.mark.parametrize("reason", ["finished", "aborted", "superseded"])
-def test_a_request_that_p_ends_is_void_at_once(world: World, stage: str, reason: str) -> None:
-    if stage == "ticket":
-        request, session = world.pair.ticket(), None
-    else:
-        request, session = getattr(world, stage)()
-    world.say(ended(session, reason))
-    (failed,) = world.told()
-    assert failed.error.code is ErrorCode.CANCELLED
-    assert not failed.error.is_retryable
-    assert failed.error.message == f"P p0 ended it: {reason}"
-    world.pass_time(1000)
-    assert world.told() == [], "it is not held"
-    kept = world.pair.end_d(request)
-    assert len(kept) == len(world.transport.held), "READs may still land (K5)"
-    world.end(request)
 
 
 @pytest.mark.parametrize("word", ["expired", "fenced: weights"])
@@ -711,75 +542,6 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
         SessionEndReason.SUPERSEDED: RequestFailed,
     }.get(reason, PullLost)
     assert type(event) is kind
-    world.end(request)
-
-
-@pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "confirmed"])
-def test_every_state_has_a_deadline(world: World, stage: str) -> None:
-    if stage == "ticket":
-        request = world.pair.ticket()
-    else:
-        request, _ = getattr(world, stage)()
-    world.pass_time(599)
-    assert world.told() == []
-    world.pass_time(1)
-    lost = world.lost(request)
-    assert lost.reason == "expired"
-    assert world.gauge("sessions", "lost") == 1
-    world.end(request)
-
-
-def asked(world: World) -> None:
-    world.say(ask(world.session()))
-
-
-def deferred(world: World) -> None:
-    asked(world)
-    (claim,) = world.told()
-    world.d.defer(claim.request)
-
-
-def granted(world: World) -> None:
-    asked(world)
-    (claim,) = world.told()
-    assert world.pair.reserve(claim.request)
-
-
-def revoked(world: World) -> None:
-    granted(world)
-    assert world.d.reclaim() is not None
-
-
-def confirmed(world: World) -> None:
-    granted(world)
-    session = next(m.session for m in world.heard() if isinstance(m, Granted))
-    world.say(ready(session, 0, 5))
-    world.transport.land()
-    world.pass_time(ACK_TIMEOUT_S - 1)
-    world.say(ack(session, 1))
-    world.told()
-
-
-@pytest.mark.parametrize("event", [asked, deferred, granted, revoked, confirmed])
-def test_a_pull_has_its_time_from_its_last_event(
-    world: World, event: Callable[[World], None]
-) -> None:
-    request = world.pair.ticket()
-    world.pass_time(590)
-    event(world)
-    world.told()
-    world.pass_time(599)
-    assert world.told() == []
-    world.pass_time(1)
-    assert world.lost(request).reason == "expired"
-    world.end(request)
-
-
-def test_p_has_to_answer_a_release_in_time(world: World) -> None:
-    request, _ = world.pulling()
-    world.transport.land()
-    world.pass_time(ACK_TIMEOUT_S)
-    assert world.lost(request).reason == "expired"
     world.end(request)
 
 
@@ -849,7 +611,7 @@ def test_a_read_that_cannot_be_posted_loses_the_pull(
     monkeypatch.setattr(world.transport, "read", refuse)
     world.say(ready(session, 0, 5))
     assert world.lost(request).message == "no connection to p0"
-    assert world.pair.end_d(request) == frozenset(), "nothing was posted"
+    assert world.end_d(request) == frozenset(), "nothing was posted"
     world.end(request)
 
 
@@ -872,12 +634,13 @@ def test_zombies_keep_their_blocks_until_they_have_landed(world: World) -> None:
     table = world.d_tables[request][0]
     world.say(ready(session, 2, 2))
     world.transport.land(1)
-    assert world.pair.end_d(request) == {table[0], table[2]}
+    assert world.end_d(request) == {table[0], table[2]}
     assert CancelRequest(request_id="r0", attempt=0, reason="aborted") in world.heard()
     assert len(world.d_blocks.free) == 62
     assert world.gauge("zombie_reads") == world.d.num_open_sessions() == 2
     world.transport.land()
     assert world.told() == [BlocksFreed((table[0],))]
+    assert world.heard() == [], "it has landed, and is not P's any more"
     assert world.gauge("zombie_reads") == 1
     assert world.gauge("abandoned_reads") == 2, "also what lands between two scrapes"
     world.end(request)
@@ -887,27 +650,9 @@ def test_a_zombie_that_fails_gives_its_blocks_back(world: World) -> None:
     """Not if it could still land: then `on_done` is not called."""
     request, _ = world.pulling()
     table = world.d_tables[request][0]
-    world.pair.end_d(request)
+    world.end_d(request)
     lose_read(world, request, world.session())
     assert world.told() == [BlocksFreed((table[0],))]
-    world.end(request)
-
-
-def test_what_has_landed_comes_back_at_once(world: World) -> None:
-    request, _ = world.landed()
-    assert world.pair.end_d(request) == frozenset()
-    assert CancelRequest(request_id="r0", attempt=0, reason="aborted") in world.heard()
-    world.end(request)
-
-
-@pytest.mark.parametrize("reason", [name for name in LOSSES if name != "no_link"])
-def test_no_block_comes_back_while_a_read_is_posted(world: World, reason: str) -> None:
-    request, session = world.confirmed()
-    world.say(ready(session, 2, 2))
-    LOSSES[reason](world, request, session) if reason != "checksum" else None
-    reading = {i for held in world.transport.held for i in held[2]}
-    assert world.pair.end_d(request) == reading
-    assert not reading & set(world.d_blocks.free)
     world.end(request)
 
 
@@ -978,18 +723,18 @@ def test_a_claim_for_other_tokens_than_the_requests_loses_it(world: World, is_ea
     message = ask(world.session(), num_tokens=41)
     if is_early:
         world.say(message)
-        request = world.pair.ticket()
+        request = world.ticket()
     else:
-        request = world.pair.ticket()
+        request = world.ticket()
         world.say(message)
     lost = world.lost(request)
     assert lost.message == "P p0 asked for 41 tokens, it has 40"
-    assert not world.pair.reserve(request)
+    assert not world.reserve(request)
     world.end(request)
 
 
 def test_a_claim_counts_the_tokens_that_are_resumed(world: World) -> None:
-    request = world.pair.ticket(attempt=1, resume_output_token_ids=(7, 8))
+    request = world.ticket(attempt=1, resume_output_token_ids=(7, 8))
     session = world.session()
     world.say(ask(session, num_tokens=42, attempt=1))
     assert world.told() == [BlocksClaimed(request, 0.0)]
@@ -1025,30 +770,252 @@ def test_messages_of_another_session_link_or_peer_are_ignored(world: World) -> N
     world.end(request)
 
 
-LATE: dict[ConsumerEvent, Callable[[World, KVSessionId], Any]] = {
-    ConsumerEvent.ASKED: lambda world, _: ask(world.session()),
-    ConsumerEvent.ANNOUNCED: lambda _, session: ready(session, 2, 2),
-    ConsumerEvent.CONFIRMED: lambda _, session: ack(session, 1),
-    ConsumerEvent.PREFILL_DONE: lambda _, session: done(session),
+# ---- what the table says, entry by entry
+
+Event = ConsumerEvent
+# Of 56 tokens: four blocks.
+NUM_TOKENS = 56
+# The others are a prefix's: engine/test_prefixes.py.
+STATES = [state for state in State if state not in (State.REQUESTED, State.FETCHING)]
+
+
+def set_up(
+    world: World, state: ConsumerState, event: ConsumerEvent
+) -> tuple[Request | None, KVSessionId]:
+    """Of a pull: block 0 is confirmed, 1 has landed, 2 is being read and 3 not announced, unless
+    `event` needs more.
+    """
+    if (state, event) == (State.GRANTED, Event.PREFILL_DONE):
+        return world.granted(num_cached=48, num_tokens=48)
+    session = world.session()
+    if state is State.EARLY:
+        world.say(ask(session, num_tokens=NUM_TOKENS))
+        return None, session
+    if state is State.TICKET:
+        return world.ticket(num_tokens=NUM_TOKENS), session
+    if state in (State.CLAIMED, State.ENDED):
+        request, session = world.claimed(num_tokens=NUM_TOKENS)
+        if state is State.ENDED:
+            world.end_d(request)
+        return request, session
+    request, session = world.granted(num_tokens=NUM_TOKENS)
+    if state is State.GRANTED:
+        return request, session
+    world.say(ready(session, 0, 5), ready(session, 1, 9), ready(session, 2, 2))
+    world.transport.land()
+    world.say(ack(session, 1))
+    world.transport.land()
+    if state is State.LOST:
+        world.say(ended(session, "error"))
+    elif state is not State.PULLING or event in (Event.PREFILL_DONE, Event.ALL_LANDED):
+        world.say(ready(session, 3, 3))
+    if event is Event.ALL_LANDED or state in (State.LANDED, State.ACCEPTED):
+        world.transport.land()
+        world.transport.land()
+    if state in (State.LANDED, State.ACCEPTED):
+        world.say(done(session, num_tokens=NUM_TOKENS))
+    if state is State.ACCEPTED:
+        world.say(ack(session, 4))
+    return request, session
+
+
+def ended_of(world: World, session: KVSessionId, message: str) -> SessionEnded:
+    """Before P has asked for a request, there is no session."""
+    return ended(None if states(world) == [State.TICKET] else session, message)
+
+
+# What P says.
+SAID: dict[ConsumerEvent, Callable[[World, KVSessionId], Any]] = {
+    Event.ASKED: lambda world, _: ask(world.session(), num_tokens=NUM_TOKENS),
+    Event.ANNOUNCED: lambda world, session: ready(session, 3 if world.transport.held else 0, 3),
+    Event.CONFIRMED: lambda _, session: ack(session, 2),
+    Event.COMPLETED: lambda _, session: ack(session, 4),
+    Event.PREFILL_DONE: lambda world, session: done(
+        session, num_tokens=world.num_cached_tokens or NUM_TOKENS
+    ),
+    Event.SESSION_PREEMPTED: lambda world, session: ended_of(world, session, "preempted"),
+    Event.SESSION_VOID: lambda world, session: ended_of(world, session, "finished"),
+    Event.SESSION_LOST: lambda world, session: ended_of(world, session, "error"),
 }
 
 
-@pytest.mark.parametrize("state", [State.CLAIMED, State.GRANTED, State.PULLING, State.LOST])
-def test_a_state_ignores_what_its_row_of_the_table_does_not_have(
-    world: World, state: ConsumerState
+def say(event: ConsumerEvent) -> Callable[[World, Any, KVSessionId], Any]:
+    return lambda world, _, session: world.say(SAID[event](world, session))
+
+
+def find_no_room(world: World, request: Request, session: KVSessionId) -> None:
+    world.has_room = False
+    world.reserve(request)
+
+
+def give_up(world: World, request: Request, session: KVSessionId) -> None:
+    """While blocks are read P owes an answer to the release of block 1."""
+    before = states(world)
+    timeout_s = ACK_TIMEOUT_S if {State.PULLING, State.LANDED} & set(before) else 600
+    world.pass_time(timeout_s - 1)
+    assert states(world) == before, "it is not overdue yet"
+    world.pass_time(1)
+
+
+def states(world: World) -> list[ConsumerState]:
+    """Of pulls that are not over."""
+    return [state for state in State if world.gauge("sessions", state.name.lower())]
+
+
+DRIVERS: dict[ConsumerEvent, Callable[[World, Any, KVSessionId], Any]] = {
+    **{event: say(event) for event in SAID},
+    Event.ALL_LANDED: say(Event.PREFILL_DONE),
+    Event.TICKETED: lambda world, *_: world.ticket(num_tokens=NUM_TOKENS),
+    Event.RESERVED: lambda world, request, _: world.reserve(request),
+    Event.NO_ROOM: find_no_room,
+    Event.RECLAIMED: lambda world, request, _: world.give_d(world.d.reclaim(), frozenset()),
+    Event.REQUEST_ENDED: lambda world, request, _: world.end_d(request),
+    Event.READ_LANDED: lambda world, *_: world.transport.land(),
+    Event.READ_FAILED: lambda world, *_: world.transport.stall(),
+    Event.GIVEN_UP: give_up,
+    Event.FENCED: lambda world, *_: world.d.fence_all("weights"),
+    Event.HOLD_EXPIRED: lambda world, *_: world.pass_time(HOLD_S),
+}
+
+# What P and then D's scheduler see of an event, and where a state makes a difference.
+SEEN: dict[ConsumerEvent, tuple[type, ...]] = {
+    Event.TICKETED: (BlocksClaimed,),
+    Event.ASKED: (BlocksClaimed,),
+    Event.RESERVED: (Granted,),
+    Event.NO_ROOM: (Later,),
+    Event.RECLAIMED: (Revoke,),
+    Event.ANNOUNCED: (),
+    Event.READ_LANDED: (Release,),
+    Event.READ_FAILED: (CancelRequest, PullLost),
+    Event.CONFIRMED: (BlocksConfirmed,),
+    Event.PREFILL_DONE: (),
+    Event.ALL_LANDED: (BlocksLanded,),
+    Event.COMPLETED: (BlocksConfirmed, PullFinished),
+    Event.SESSION_PREEMPTED: (BlocksReturned,),
+    Event.SESSION_VOID: (RequestFailed,),
+    Event.SESSION_LOST: (PullLost,),
+    Event.GIVEN_UP: (CancelRequest, PullLost),
+    Event.FENCED: (CancelRequest, PullLost),
+    Event.HOLD_EXPIRED: (RequestFailed,),
+    Event.REQUEST_ENDED: (CancelRequest,),
+}
+SEEN_IN: dict[tuple[ConsumerState, ConsumerEvent], tuple[type, ...]] = {
+    (State.EARLY, Event.SESSION_PREEMPTED): (),
+    (State.EARLY, Event.SESSION_VOID): (),
+    (State.EARLY, Event.SESSION_LOST): (),
+    (State.EARLY, Event.GIVEN_UP): (CancelRequest,),
+    (State.EARLY, Event.FENCED): (CancelRequest,),
+    # All is cached.
+    (State.GRANTED, Event.PREFILL_DONE): (BlocksLanded, PullFinished),
+    (State.ACCEPTED, Event.REQUEST_ENDED): (),
+    (State.LOST, Event.REQUEST_ENDED): (),
+}
+REASONS: dict[ConsumerEvent, LossReason] = {
+    Event.SESSION_LOST: "session_ended",
+    Event.READ_FAILED: "stall",
+    Event.GIVEN_UP: "expired",
+    Event.FENCED: "fenced",
+    Event.REQUEST_ENDED: "aborted",
+}
+# What is asked for of a request that is over has a test of its own.
+ENTRIES = [
+    (state, event)
+    for state in STATES
+    for event in DRIVERS
+    if event in CONSUMER[state] or (event in SAID and (state, event) != (State.ENDED, Event.ASKED))
+]
+
+
+def test_each_entry_is_tried() -> None:
+    assert sum(len(CONSUMER[state]) for state in STATES) == 51
+    assert {(state, event) for state in STATES for event in CONSUMER[state]} <= set(ENTRIES)
+
+
+@pytest.mark.parametrize(("state", "event"), ENTRIES)
+def test_a_pull_does_what_the_table_says(
+    world: World, monkeypatch: pytest.MonkeyPatch, state: ConsumerState, event: ConsumerEvent
 ) -> None:
-    make = world.confirmed if state is State.LOST else getattr(world, state.name.lower())
-    request, session = make()
-    if state is State.LOST:
-        world.d.fence_all("weights")
-        world.told()
-    late = [LATE[event](world, session) for event in LATE if event not in CONSUMER[state]]
-    assert late
+    request, session = set_up(world, state, event)
+    world.told()
     world.heard()
-    world.say(*late)
-    assert world.told() == world.heard() == []
-    assert world.late("d") == len(late)
-    assert world.gauge("sessions", state.name.lower()) == 1
+    taken: list[tuple[ConsumerState, ConsumerEvent]] = []
+    advance = PullMachine.advance
+
+    def record(machine: PullMachine, pull: Any, event: ConsumerEvent) -> bool:
+        taken.append((pull.state, event))
+        return advance(machine, pull, event)
+
+    monkeypatch.setattr(PullMachine, "advance", record)
+    num_late, num_held = world.late("d"), len(world.transport.held)
+    result = DRIVERS[event](world, request, session)
+
+    # One event may bring another one, as the last block the end.
+    taken = [(before, event) for before, event in taken if event in CONSUMER[before]]
+    steps = [CONSUMER[before][event] for before, event in taken]
+    assert ((state, event) in taken) == (event in CONSUMER[state])
+    assert world.late("d") - num_late == (event in SAID and not steps)
+    messages = [m for m in world.heard() if not isinstance(m, KVLinkHeartbeat)]
+    events = world.told()
+    seen = SEEN_IN.get((state, event), SEEN[event]) if steps else ()
+    assert tuple(map(type, [*messages, *events])) == seen
+    reason = REASONS.get(event)
+    assert {m.reason for m in messages if isinstance(m, CancelRequest)} <= {reason}
+    num_posted = (event is Event.ANNOUNCED and bool(steps)) - (event is Event.READ_LANDED)
+    assert len(world.transport.held) - num_held == num_posted
+
+    after = steps[-1].next if steps else state
+    assert states(world) == [after] * (after not in (State.ACCEPTED, State.ENDED))
+    is_open = after not in (State.EARLY, State.ACCEPTED, State.ENDED)
+    assert world.d.num_open_sessions() == is_open + world.gauge("zombie_reads")
+    for item in events:
+        match item:
+            case BlocksReturned(request=returned, kept=kept):
+                world.give_d(returned, kept)
+            case BlocksClaimed(request=claimed):
+                request = claimed
+            case PullLost():
+                num_confirmed = 16 if state in (State.PULLING, State.LANDED) else 0
+                is_fenced = event is Event.FENCED
+                assert item.lost.num_confirmed_tokens == (0 if is_fenced else num_confirmed)
+                assert item.lost.reason == reason
+            case RequestFailed() if event is Event.SESSION_VOID:
+                assert item.error.code is ErrorCode.CANCELLED
+                assert not item.error.is_retryable
+                assert item.error.message == "P p0 ended it: finished"
+                world.pass_time(1000)
+                assert world.told() == [], "it is not held"
+    if request is not None:
+        reading = {i for held in world.transport.held for i in held[2]}
+        kept = result if event is Event.REQUEST_ENDED else world.end_d(request)
+        assert kept == reading, "READs may still land (K5)"
+        assert not reading & set(world.d_blocks.free)
+        world.end(request)
+    world.d.fence_all("end")
+    world.d.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.TICKET, Event.ASKED),
+        (State.CLAIMED, Event.NO_ROOM),
+        (State.CLAIMED, Event.RESERVED),
+        (State.GRANTED, Event.RECLAIMED),
+        (State.PULLING, Event.CONFIRMED),
+    ],
+)
+def test_a_pull_has_its_time_from_its_last_event(
+    world: World, state: ConsumerState, event: ConsumerEvent
+) -> None:
+    request, session = set_up(world, state, event)
+    world.pass_time(ACK_TIMEOUT_S - 1 if state is State.PULLING else 590)
+    DRIVERS[event](world, request, session)
+    world.told()
+    world.pass_time(599)
+    assert world.told() == []
+    world.pass_time(1)
+    assert request is not None
+    assert world.lost(request).reason == "expired"
     world.end(request)
 
 
@@ -1062,12 +1029,12 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
     world.lost(first)
     second_session = world.session()
     world.say(ask(second_session, attempt=1))
-    kept = world.pair.end_d(first)
+    kept = world.end_d(first)
     assert len(kept) == 1
-    second = world.pair.ticket(attempt=1)
+    second = world.ticket(attempt=1)
     assert world.told() == [BlocksClaimed(second, 0.0)]
     world.say(ended(session, "error"))  # of the first
-    assert world.pair.reserve(second)
+    assert world.reserve(second)
     assert world.told(PullLost) == []
     world.transport.land()
     assert world.told() == [BlocksFreed(tuple(kept))]
@@ -1077,7 +1044,7 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
 def test_one_p_cannot_touch_what_another_one_computes(world: World) -> None:
     request, session = world.claimed()
     other_p = make_identity("p1")
-    welcome = welcome_of(other_p, world.pair.p_transport, link=1)
+    welcome = welcome_of(other_p, world.p_transport, link=1)
     wire = Wire()
     link = world.d.link_up("p1", welcome, wire)
     other = replace(session, p_epoch=other_p.epoch)
@@ -1092,36 +1059,36 @@ def test_one_p_cannot_touch_what_another_one_computes(world: World) -> None:
 def test_a_link_is_asked_for_once_and_before_it_is_needed(world: World) -> None:
     world.d.dial("p0", "127.0.0.1", 1)
     assert world.dialed == [], "there is one"
-    world.pair.cut()
+    world.cut()
     world.d.dial("p0", "127.0.0.1", 1)
-    request = world.pair.ticket()
+    request = world.ticket()
     assert world.dialed == ["p0"]
-    world.pair.connect()
+    world.connect()
     world.d.link_failed("p0", "an older dial")
     assert world.told() == []
-    world.pair.cut()
+    world.cut()
     world.lost(request)
     world.end(request)
 
 
 def test_a_link_is_asked_for_before_the_engine_takes_the_ticket(world: World) -> None:
     """P does not wait for a link for as long as a step of D's engine may take."""
-    world.pair.cut()
-    core = world.pair.request("d").core_request
+    world.cut()
+    core = world.request("d").core_request
     world.d.on_dispatched(core)
     assert world.dialed == ["p0"]
     world.d.on_dispatched(replace(core, kv_transfer_params=None))
     world.d.link_failed("p0", "refused")
-    request = world.pair.ticket()
+    request = world.ticket()
     assert world.dialed == ["p0", "p0"], "once more"
-    world.pair.connect()
+    world.connect()
     assert world.told() == []
     world.end(request)
 
 
 def test_a_p_without_an_address_cannot_be_reached(world: World) -> None:
-    world.pair.cut()
-    request = world.pair.ticket()
+    world.cut()
+    request = world.ticket()
     world.d.link_failed("p0", "gone")
     world.told()
     world.d.dial("p0", "", 0)
@@ -1132,12 +1099,12 @@ def test_a_p_without_an_address_cannot_be_reached(world: World) -> None:
 @pytest.mark.parametrize("epoch", ["the same", "another"])
 def test_a_new_link_replaces_the_open_one(world: World, epoch: str) -> None:
     request, session = world.confirmed()
-    ticket = world.pair.ticket("r1")
+    ticket = world.ticket("r1")
     identity = world.p_identity
     if epoch == "another":
         identity = replace(identity, epoch=epoch)
     old_wire, old_link = world.to_p, world.d_link
-    welcome = welcome_of(identity, world.pair.p_transport, link=2)
+    welcome = welcome_of(identity, world.p_transport, link=2)
     link = world.d.link_up("p0", welcome, Wire())
     assert old_wire.closed_because == "replaced"
     lost = world.told(PullLost)
@@ -1148,7 +1115,7 @@ def test_a_new_link_replaces_the_open_one(world: World, epoch: str) -> None:
     world.say(ack(session, 2))
     world.d.on_message(link, ack(session, 2))
     assert world.late("d") == 2, "sessions die with their link"
-    world.pair.end_d(ticket)
+    world.end_d(ticket)
     world.end(request)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common.errors import KVTransferError
@@ -17,7 +16,7 @@ from pdserve_common.wire import (
     kv_link_response_to_proto,
 )
 from pdserve_engine.kv_transfer.links import check_welcome, find_mismatch, make_hello
-from pdserve_engine.kv_transfer.ports import PullFinished, PullLost, StartAllowed
+from pdserve_engine.kv_transfer.ports import PullLost
 from support.handoff import Pair, Wire, make_identity
 from support.metrics import value
 from support.shards import CUTS, CutPair, Cuts
@@ -39,39 +38,20 @@ def with_checksums(pair: Pair) -> None:
     pair.start_p(checksum=pair.p_pool.block_checksums)
 
 
-def hand_over(pair: Any, num_tokens: int = 40) -> tuple[list[int], list[int]]:
-    """Hand a prefill over and end it; returns the blocks that it had on P and on D."""
-    request = pair.ticket(num_tokens=num_tokens)
-    prefill = pair.ask(num_tokens=num_tokens)
-    pair.wait_for(StartAllowed)
-    assert pair.start(prefill)
-    p_blocks, d_blocks = pair.p_tables[prefill][0][:3], pair.d_tables[request][0][:3]
-    pair.compute(prefill, 16)
-    pair.end_p(prefill)
-    pair.wait_for(PullFinished)
-    pair.end_d(request)
-    return p_blocks, d_blocks
-
-
 @pytest.mark.parametrize("cuts", CUTS)
 def test_a_prefill_is_handed_over_between_workers_that_are_cut_differently(
     cut_pair: CutPair,
 ) -> None:
     cut_pair.connect()
-    p_blocks, d_blocks = hand_over(cut_pair)
-    assert torch.equal(cut_pair.d_pool.tensor[d_blocks], cut_pair.p_pool.tensor[p_blocks])
+    cut_pair.hand_over()
     assert value(cut_pair.d_metrics.checksum_mismatches) == 0
-    cut_pair.check_baseline()
 
 
 @pytest.mark.parametrize("kind", ["local"])
 @pytest.mark.parametrize("cuts", ["tp 2:1", "tp 4:2", "pp 1:2"])
 def test_a_wrong_byte_is_seen_whoever_holds_it(cut_pair: CutPair) -> None:
     cut_pair.connect()
-    request = cut_pair.ticket()
-    prefill = cut_pair.ask()
-    cut_pair.wait_for(StartAllowed)
-    assert cut_pair.start(prefill)
+    request, prefill = cut_pair.handoff()
     block = cut_pair.d_tables[request][0][0]
     right = cut_pair.d_pool.block_checksums
 
@@ -130,12 +110,10 @@ def test_an_older_d_reads_from_a_p_of_one_rank(old_pair: Pair) -> None:
     sent: list[Any] = []
     send = old_pair.to_d.send
     old_pair.to_d.send = lambda message: (sent.append(message), send(message))  # type: ignore
-    p_blocks, d_blocks = hand_over(old_pair)
-    assert torch.equal(old_pair.d_pool.tensor[d_blocks], old_pair.p_pool.tensor[p_blocks])
+    old_pair.hand_over()
     announced = [message for message in sent if isinstance(message, BlocksReady)]
     assert announced
     assert not any(message.checksums for message in announced), "it knows others"
-    old_pair.check_baseline()
 
 
 def test_d_reads_from_an_older_p(old_pair: Pair) -> None:
@@ -154,9 +132,7 @@ def test_d_reads_from_an_older_p(old_pair: Pair) -> None:
         deliver(link, message)
 
     old_pair.d.on_message = with_old_checksums  # type: ignore[method-assign]
-    p_blocks, d_blocks = hand_over(old_pair)
-    assert torch.equal(old_pair.d_pool.tensor[d_blocks], old_pair.p_pool.tensor[p_blocks])
-    old_pair.check_baseline()
+    old_pair.hand_over()
 
 
 def test_a_p_with_several_ranks_refuses_an_older_d_by_name() -> None:

@@ -12,7 +12,14 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
+from pdserve_common.kv_types import (
+    PROTOCOL_VERSION,
+    KVLinkWelcome,
+    KVSessionId,
+    SessionEnded,
+    SessionEndReason,
+    new_epoch,
+)
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
@@ -26,6 +33,7 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
     BlocksReturned,
+    PullFinished,
     StartAllowed,
 )
 from pdserve_engine.kv_transfer.producer import ProducerConnector
@@ -228,6 +236,16 @@ class Wire:
         self.closed_because = reason
 
 
+def ended(
+    session: KVSessionId | None, message: str, request_id: str = "r0", attempt: int = 0
+) -> SessionEnded:
+    """What P says at a session's end; the message begins with the reason."""
+    reason = SessionEndReason[message.partition(":")[0].upper()]
+    return SessionEnded(
+        session=session, request_id=request_id, attempt=attempt, reason=reason, message=message
+    )
+
+
 class PSide:
     """A P without an engine: pool, transport, connector, and the scheduler's part of the handoff.
     Alone, its D is the test.
@@ -370,7 +388,7 @@ class Pair(PSide):
         self.has_room = True
         self.num_cached_tokens = 0
         # Taken by `wait_for` and not waited for yet.
-        self.told: list[Any] = []
+        self.pending: list[Any] = []
 
     def connect(self) -> None:
         self.to_d, self.to_p = Wire(), Wire()
@@ -462,10 +480,10 @@ class Pair(PSide):
         """Run until a scheduler is told `wanted` of `request_id`; returns the event."""
 
         def find() -> Any:
-            self.told += self.collect()
-            for item in self.told:
+            self.pending += self.collect()
+            for item in self.pending:
                 if isinstance(item, wanted) and item.request.request_id == request_id:
-                    self.told.remove(item)
+                    self.pending.remove(item)
                     return item
             return None
 
@@ -480,6 +498,25 @@ class Pair(PSide):
             self.compute(request, num_tokens)
         self.end_p(request)
         return request
+
+    def handoff(self, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:
+        """D's and P's legs of a request that P has been allowed to start, and has."""
+        request = self.ticket(request_id, **fields)
+        prefill = self.ask(request_id, **fields)
+        self.wait_for(StartAllowed, request_id)
+        assert self.start(prefill)
+        return request, prefill
+
+    def hand_over(self, request_id: str = "r0") -> None:
+        """All of a request's blocks arrive, and nothing is left of it."""
+        request, prefill = self.handoff(request_id)
+        ours, theirs = self.d_tables[request][0], self.p_tables[prefill][0]
+        self.compute(prefill, 16)
+        self.end_p(prefill)
+        self.wait_for(PullFinished, request_id)
+        assert torch.equal(self.d_pool.tensor[ours[:3]], self.p_pool.tensor[theirs[:3]])
+        self.end_d(request)
+        self.check_baseline()
 
     def check_baseline(self) -> None:
         """Nothing is left behind on either side, as soon as all READs have landed."""
