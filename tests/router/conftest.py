@@ -82,6 +82,7 @@ def start_stack(
 ) -> StartStack:
     """async with start_stack(prefill=1, decode=1, answer="text", **config) as stack; instead of
     how many there are, `prefill` and `decode` may be where a router finds those of the test.
+    No request may be left at its end.
     """
     monkeypatch.setattr("pdserve_router.server.MetricsServer", NoMetricsServer)
 
@@ -152,8 +153,12 @@ def start_stack(
                 await until(lambda: server.pool.is_ready)
                 unproven = ("pdserve_worker_pairs", {"state": "unproven"})
                 await until(lambda: server.registry.get_sample_value(*unproven) == 0)
+            api = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.http_port}", timeout=300)
+            await stack.enter_async_context(api)
             begun = counters(server)
-            yield Stack(server, prefills, decodes, channel, *servers)
+            running = Stack(server, prefills, decodes, channel, *servers, api)
+            yield running
+            await running.assert_idle()
             # Those of adapters begin when workers tell of them.
             born = {each for each in counters(server) - begun if each[0] != LORA_REQUESTS}
             assert not born, f"rates miss the first sample of {born}: `begin` them"
@@ -162,11 +167,10 @@ def start_stack(
 
 
 @pytest.fixture
-async def stack(start_stack: StartStack) -> AsyncIterator[Stack]:
-    """One router, one prefill and one decode worker; idle again at the end."""
-    async with start_stack() as stack:
+async def stack(request: pytest.FixtureRequest, start_stack: StartStack) -> AsyncIterator[Stack]:
+    """One router, one prefill and one decode worker, or what the test's module has in STACK."""
+    async with start_stack(**getattr(request.module, "STACK", {})) as stack:
         yield stack
-        await stack.assert_idle()
 
 
 @pytest.fixture
@@ -180,10 +184,9 @@ async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 @pytest.fixture
-async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+def http(stack: Stack) -> httpx.AsyncClient:
     """A client of the stack's HTTP port."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
-        yield client
+    return stack.api
 
 
 @pytest.fixture

@@ -73,7 +73,6 @@ async def test_a_name_in_use_stays_with_who_has_it(
         assert num_duplicates(stack, name) == 0
         assert await path_of(stack) == "disaggregated"
         assert second.requests
-        await stack.assert_idle()
 
 
 async def test_a_prefill_and_a_decode_worker_may_share_a_name(start_stack, crew) -> None:
@@ -83,7 +82,6 @@ async def test_a_prefill_and_a_decode_worker_may_share_a_name(start_stack, crew)
     async with start_stack(wait=False, **crew.sources) as stack:
         await until(lambda: stack.metric("pdserve_worker_pairs", state="proven") == 1)
         assert await path_of(stack) == "disaggregated"
-        await stack.assert_idle()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -102,4 +100,3 @@ async def test_routers_that_see_both_at_once_take_the_same(start_stack, crew, se
                 another.update(worker, keeps_owners=False)
             (owner,) = set(workers) - another.by_engine_id
             assert owner.address == crew.workers[0].address
-        await stack.assert_idle()

@@ -20,11 +20,7 @@ TOOLS = [
 UNENFORCED = '{"type": "object", "allOf": [{"type": "object"}, {"type": "object"}]}'
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(answer=CALLING) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"answer": CALLING}
 
 
 def chat(messages=(QUESTION,), **fields) -> pb2.ChatPrompt:

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pdserve_router.api.openai_fields import (
@@ -69,24 +68,16 @@ POOLING_BODIES = {
 
 @pytest.fixture
 async def http(start_stack):
-    async with (
-        start_stack(http=True, served_model_name=MODEL, info=INFO) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
-        yield http
-        await stack.assert_idle()
+    async with start_stack(http=True, served_model_name=MODEL, info=INFO) as stack:
+        yield stack.api
 
 
 @pytest.fixture
 async def pooling_http(start_stack):
-    async with (
-        start_stack(
-            prefill=1, decode=0, http=True, served_model_name=MODEL, info=POOLING_INFO
-        ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        yield http
-        await stack.assert_idle()
+    async with start_stack(
+        prefill=1, decode=0, http=True, served_model_name=MODEL, info=POOLING_INFO
+    ) as stack:
+        yield stack.api
 
 
 def section_of(name: str) -> str:

@@ -2,7 +2,6 @@
 
 import re
 
-import httpx
 import jsonschema
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -18,11 +17,7 @@ TOOL = {"type": "function", "function": {"name": "now"}}
 PAGE = "https://chat.example.com"
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True}
 
 
 async def test_the_version(http) -> None:
@@ -57,14 +52,11 @@ async def test_special_tokens_around_a_text(start_stack, model_dir, monkeypatch)
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
     )
     monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **options: tokenizer)
-    async with (
-        start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
+    async with start_stack(http=True) as stack:
         for fields, expected in (({}, [0, *plain]), ({"add_special_tokens": False}, plain)):
             body = {"prompt": "hello", **fields}
-            assert (await http.post("/tokenize", json=body)).json()["tokens"] == expected
-            await http.post("/v1/completions", json=body)
+            assert (await stack.api.post("/tokenize", json=body)).json()["tokens"] == expected
+            await stack.api.post("/v1/completions", json=body)
             assert stack.decode.requests[-1].prompt_token_ids == tuple(expected)
             await stack.assert_idle()
 
@@ -140,13 +132,10 @@ async def test_every_path_is_described_and_answers_as_described(http, start_stac
         "/tokenize": {"prompt": "hello"},
         "/detokenize": {"tokens": [5]},
     }
-    async with (
-        start_stack(prefill=1, decode=0, http=True, info=POOLED) as pooling,
-        httpx.AsyncClient(base_url=pooling.url, timeout=60) as other,
-    ):
+    async with start_stack(prefill=1, decode=0, http=True, info=POOLED) as pooling:
         for path, methods in spec["paths"].items():
             ((method, operation),) = methods.items()
-            url, client = path.format(model="tiny"), other if path in pooled else http
+            url, client = path.format(model="tiny"), pooling.api if path in pooled else http
             response = await client.request(method, url, json={**bodies, **pooled}.get(path))
             assert response.status_code == 200, path
             content = operation["responses"]["200"]["content"]["application/json"]
@@ -183,13 +172,10 @@ async def test_the_page_needs_nothing_else(http) -> None:
 async def test_what_describes_the_api_needs_no_key(start_stack, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
-    async with (
-        start_stack(http=True, api_keys_file=str(keys)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
+    async with start_stack(http=True, api_keys_file=str(keys)) as stack:
         for path in ("/docs", "/openapi.json", "/version", "/health"):
-            assert (await http.get(path)).status_code == 200
-        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
+            assert (await stack.api.get(path)).status_code == 200
+        assert (await stack.api.post("/tokenize", json={"prompt": "a"})).status_code == 401
 
 
 async def test_pages_of_other_origins_are_served_only_if_asked_for(start_stack, tmp_path) -> None:
@@ -201,18 +187,15 @@ async def test_pages_of_other_origins_are_served_only_if_asked_for(start_stack, 
         "access-control-request-headers": "authorization,content-type",
     }
     for origins, allowed in ((), None), ((PAGE,), PAGE), (("*",), "*"), (("https://x.y",), None):
-        async with (
-            start_stack(http=True, cors_origins=origins, api_keys_file=str(keys)) as stack,
-            httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-        ):
-            response = await http.options("/v1/chat/completions", headers=preflight)
+        async with start_stack(http=True, cors_origins=origins, api_keys_file=str(keys)) as stack:
+            response = await stack.api.options("/v1/chat/completions", headers=preflight)
             assert response.headers.get("access-control-allow-origin") == allowed
             assert (response.status_code == 200) == (allowed is not None)
             headers = {"origin": PAGE, "authorization": "Bearer 0123456789abcdef"}
             body = {"messages": [QUESTION], "stream": True}
-            response = await http.post("/v1/chat/completions", json=body, headers=headers)
+            response = await stack.api.post("/v1/chat/completions", json=body, headers=headers)
             assert response.headers.get("access-control-allow-origin") == allowed
             # A refusal too, or the page could not say why.
-            response = await http.get("/v1/models", headers={"origin": PAGE})
+            response = await stack.api.get("/v1/models", headers={"origin": PAGE})
             assert response.status_code == 401
             assert response.headers.get("access-control-allow-origin") == allowed

@@ -2,7 +2,6 @@
 
 import logging
 
-import httpx
 import pytest
 from fake_model import copy_with_template
 
@@ -29,11 +28,7 @@ ODD_VALUES = (None, True, 5, 1.5, "x", "", [], ["x"], {}, {"a": "b"})
 both_endpoints = pytest.mark.parametrize("path", PATHS)
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True}
 
 
 async def answer_to(http, path: str, **changes) -> dict:
@@ -293,12 +288,8 @@ async def template_http(start_stack, template_tokenizer, monkeypatch):
     """A model whose chat template has variables."""
     monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **_: template_tokenizer)
     monkeypatch.setattr(template_tokenizer, "close", lambda: None)
-    async with (
-        start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
-        yield http
-        await stack.assert_idle()
+    async with start_stack(http=True) as stack:
+        yield stack.api
 
 
 async def prompt_with(http, **fields) -> str:

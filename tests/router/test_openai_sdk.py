@@ -11,11 +11,7 @@ from support.waiting import until
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True}
 
 
 async def test_completions(client) -> None:

@@ -56,12 +56,6 @@ async def stack(open_stack: Callable[..., Any]) -> AsyncIterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
-        yield client
-
-
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -211,8 +205,7 @@ async def test_grpc_refuses_what_http_does(stack: Stack) -> None:
 
 async def test_pictures_that_do_not_fit_are_not_decoded(open_stack: Callable[..., Any]) -> None:
     async with open_stack(http=True, info={"max_model_len": 30}) as stack:
-        async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
-            answer = await http.post(CHAT, json=body(*[picture_part(b"no picture")] * 2))
+        answer = await stack.api.post(CHAT, json=body(*[picture_part(b"no picture")] * 2))
         assert answer.json()["error"]["param"] == "prompt"
         assert "at most 29 fit" in answer.json()["error"]["message"]
 
@@ -222,8 +215,8 @@ async def test_models_of_text_refuse_pictures(
 ) -> None:
     """The router's model takes none, or its workers."""
     for start in (start_stack, lambda **options: open_stack(info={"modalities": ()}, **options)):
-        async with start(http=True) as stack, httpx.AsyncClient(base_url=stack.url) as http:
-            answer = await http.post(CHAT, json=body(picture_part(RED)), timeout=300)
+        async with start(http=True) as stack:
+            answer = await stack.api.post(CHAT, json=body(picture_part(RED)), timeout=300)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, REFUSED["fetched"][1])
             assert "the model takes only text" in error["message"]

@@ -5,7 +5,6 @@ import base64
 import json
 import struct
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -52,11 +51,7 @@ BODIES = {
 SERVED = {"/classify": CLASSIFIER}
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(prefill=2, decode=0, info=EMBEDDER, http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"prefill": 2, "decode": 0, "info": EMBEDDER, "http": True}
 
 
 def sent(stack) -> list:
@@ -246,18 +241,16 @@ async def test_one_failure_is_the_requests(http, stack) -> None:
     inputs = [[8], *([number] for number in range(10, 120)), [9]]
     error = await refusal_of(http, "/v1/embeddings", {"input": inputs})
     assert error["message"] == "not nine"
-    await stack.assert_idle()
 
 
 async def test_a_client_that_leaves_ends_all_inputs(stack) -> None:
     for worker in stack.workers:
         worker.behave = hang
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        body = {"input": [[number] for number in range(5, 205)]}
-        pending = asyncio.ensure_future(http.post("/v1/embeddings", json=body))
-        await until(lambda: len(sent(stack)) == MAX_AT_ONCE)
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
+    body = {"input": [[number] for number in range(5, 205)]}
+    pending = asyncio.ensure_future(stack.api.post("/v1/embeddings", json=body))
+    await until(lambda: len(sent(stack)) == MAX_AT_ONCE)
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
     await stack.assert_idle()
     assert len(sent(stack)) == MAX_AT_ONCE
     aborted = {request_id for worker in stack.workers for request_id in worker.aborted}
@@ -281,28 +274,23 @@ async def test_inputs_go_on_after_a_worker_is_lost(http, stack) -> None:
 
 
 async def test_the_queue_has_its_limit(start_stack) -> None:
-    async with (
-        start_stack(
-            prefill=1, decode=0, info=EMBEDDER, http=True, max_num_queued_requests=2
-        ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(
+        prefill=1, decode=0, info=EMBEDDER, http=True, max_num_queued_requests=2
+    ) as stack:
         stack.prefill.behave = hang
-        pending = asyncio.ensure_future(http.post("/v1/embeddings", json={"input": [[5], [6]]}))
+        pending = asyncio.ensure_future(
+            stack.api.post("/v1/embeddings", json={"input": [[5], [6]]})
+        )
         await until(lambda: len(sent(stack)) == 2)
-        await refusal_of(http, "/v1/embeddings", {"input": "x"}, status=429)
+        await refusal_of(stack.api, "/v1/embeddings", {"input": "x"}, status=429)
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)
-        await stack.assert_idle()
 
 
 async def test_more_inputs_than_may_wait_follow_one_another(start_stack) -> None:
-    async with (
-        start_stack(
-            prefill=1, decode=0, info=EMBEDDER, http=True, max_num_queued_requests=3
-        ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(
+        prefill=1, decode=0, info=EMBEDDER, http=True, max_num_queued_requests=3
+    ) as stack:
         most = 0
 
         async def counted(running, num_tokens: int) -> None:
@@ -310,11 +298,10 @@ async def test_more_inputs_than_may_wait_follow_one_another(start_stack) -> None
             most = max(most, stack.server.router.num_queued)
 
         stack.prefill.before_token = counted
-        response = await http.post("/v1/embeddings", json={"input": [[5]] * 20})
+        response = await stack.api.post("/v1/embeddings", json={"input": [[5]] * 20})
         assert response.status_code == 200, response.text
         assert len(response.json()["data"]) == 20
         assert most <= 3
-        await stack.assert_idle()
 
 
 # ---- limits, and what is wrong
@@ -398,14 +385,11 @@ async def test_what_a_request_holds_is_bounded(http, stack) -> None:
 async def test_the_numbers_of_an_answer_are_bounded(start_stack) -> None:
     size = MAX_POOLED_NUMBERS // 2
     info = {**EMBEDDER, "embedding_size": size}
-    async with (
-        start_stack(prefill=1, decode=0, info=info, http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        error = await refusal_of(http, "/v1/embeddings", {"input": ["a", "b", "c"]})
+    async with start_stack(prefill=1, decode=0, info=info, http=True) as stack:
+        error = await refusal_of(stack.api, "/v1/embeddings", {"input": ["a", "b", "c"]})
         assert str(3 * size) in error["message"]
         body = {"input": ["a", "b", "c"], "dimensions": 2}
-        assert (await http.post("/v1/embeddings", json=body)).status_code == 200
+        assert (await stack.api.post("/v1/embeddings", json=body)).status_code == 200
 
 
 @pytest.mark.slow
@@ -421,19 +405,18 @@ async def test_large_bodies_are_tokenized_beside_the_event_loop(http, stack) -> 
 @pytest.mark.parametrize("path", sorted(BODIES))
 async def test_unserved_and_unknown_fields(start_stack, path) -> None:
     refused = REFUSED_IN_POOLING | (REFUSED_IN_RERANK if path == "/rerank" else {})
-    async with (
-        start_stack(prefill=1, decode=0, info=SERVED.get(path, EMBEDDER), http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(
+        prefill=1, decode=0, info=SERVED.get(path, EMBEDDER), http=True
+    ) as stack:
         for name, nothing in refused.items():
             for value in nothing:
-                response = await http.post(path, json={**BODIES[path], name: value})
+                response = await stack.api.post(path, json={**BODIES[path], name: value})
                 assert response.status_code == 200, (name, value, response.text)
-            error = await refusal_of(http, path, {**BODIES[path], name: {"x": 1}})
+            error = await refusal_of(stack.api, path, {**BODIES[path], name: {"x": 1}})
             assert error["param"] == name
         free = {name: [1] for name in WITHOUT_EFFECT}
-        assert (await http.post(path, json={**BODIES[path], **free})).status_code == 200
-        assert (await http.post(path, json={**BODIES[path], "inputs": 1})).status_code == 200
+        assert (await stack.api.post(path, json={**BODIES[path], **free})).status_code == 200
+        assert (await stack.api.post(path, json={**BODIES[path], "inputs": 1})).status_code == 200
         assert stack.metric("pdserve_http_unknown_fields_total", field="inputs") == 1
 
 
@@ -449,27 +432,21 @@ async def test_generation_is_refused_by_what_the_model_does(http, stack) -> None
 
 
 async def test_vectors_of_a_model_that_generates_are_refused(start_stack) -> None:
-    async with (
-        start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(http=True) as stack:
         for path, body in BODIES.items():
-            error = await refusal_of(http, path, body)
+            error = await refusal_of(stack.api, path, body)
             assert (error["param"], "serves generate" in error["message"]) == ("task", True)
 
 
 async def test_health_says_what_is_missing(start_stack) -> None:
-    async with (
-        start_stack(prefill=1, decode=0, info=EMBEDDER, http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        assert (await http.get("/health")).status_code == 200
+    async with start_stack(prefill=1, decode=0, info=EMBEDDER, http=True) as stack:
+        assert (await stack.api.get("/health")).status_code == 200
         await stack.prefill.stop()
         await until(lambda: not stack.server.router.is_ready)
-        response = await http.get("/health")
+        response = await stack.api.get("/health")
         assert response.status_code == 503
         assert "prefill worker" in response.json()["reason"]
-        assert (await refusal_of(http, "/v1/embeddings", {"input": "a"}, status=503))["code"]
+        assert (await refusal_of(stack.api, "/v1/embeddings", {"input": "a"}, status=503))["code"]
 
 
 # ---- classes, scores, rankings
@@ -479,21 +456,17 @@ async def test_classes_have_their_labels(start_stack, tmp_path, tokenizer, monke
     (tmp_path / "config.json").write_text('{"id2label": {"0": "bad", "1": "good", "2": "odd"}}')
     labels = labels_of(str(tmp_path))
     monkeypatch.setattr("pdserve_router.server.labels_of", lambda folder: labels)
-    async with (
-        start_stack(prefill=1, decode=0, info=CLASSIFIER, http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(prefill=1, decode=0, info=CLASSIFIER, http=True) as stack:
         for path in ("/classify", "/v1/classify"):
-            answer = (await http.post(path, json={"input": ["hello", "a fox"]})).json()
+            answer = (await stack.api.post(path, json={"input": ["hello", "a fox"]})).json()
             assert answer["object"] == "list"
             for item, text in zip(answer["data"], ("hello", "a fox"), strict=True):
                 probs = vector_of(of_text(stack, tokenizer, text), 3)
                 assert (item["probs"], item["num_classes"]) == (probs, 3)
                 assert item["label"] == labels[int(np.argmax(probs))]
-        await refusal_of(http, "/score", BODIES["/score"])
-        answer = (await http.post("/pooling", json={"input": "hello"})).json()
+        await refusal_of(stack.api, "/score", BODIES["/score"])
+        answer = (await stack.api.post("/pooling", json={"input": "hello"})).json()
         assert answer["data"][0]["data"] == vector_of(of_text(stack, tokenizer, "hello"), 3)
-        await stack.assert_idle()
 
 
 def cosine(one: list[float], other: list[float]) -> float:
@@ -524,12 +497,11 @@ async def test_scores_of_pairs_are_what_the_model_says(start_stack, model_dir, m
         special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)],
     )
     monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **options: tokenizer)
-    async with (
-        start_stack(prefill=1, decode=0, info=SCORER, http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(prefill=1, decode=0, info=SCORER, http=True) as stack:
         documents = ["a fox", "hello world", "the lazy dog"]
-        answer = (await http.post("/score", json={"text_1": "hello", "text_2": documents})).json()
+        answer = (
+            await stack.api.post("/score", json={"text_1": "hello", "text_2": documents})
+        ).json()
         scores = [item["score"] for item in answer["data"]]
         assert scores == [
             vector_of(of_text(stack, tokenizer, "hello", text), 1)[0] for text in documents
@@ -537,7 +509,7 @@ async def test_scores_of_pairs_are_what_the_model_says(start_stack, model_dir, m
         assert {each.pooling_params.task for each in sent(stack)} == {"score"}
         body = {"query": "hello", "documents": documents, "top_n": 2}
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            ranking = (await http.post(path, json=body)).json()
+            ranking = (await stack.api.post(path, json=body)).json()
             order = sorted(range(3), key=scores.__getitem__, reverse=True)[:2]
             assert ranking["results"] == [
                 {"index": i, "document": {"text": documents[i]}, "relevance_score": scores[i]}
@@ -546,9 +518,8 @@ async def test_scores_of_pairs_are_what_the_model_says(start_stack, model_dir, m
             assert ranking["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
         objects = [{"text": text, "id": 1} for text in documents]
         short = {"query": "hello", "documents": objects, "return_documents": False, "top_n": 0}
-        ranking = (await http.post("/rerank", json=short)).json()
+        ranking = (await stack.api.post("/rerank", json=short)).json()
         assert [item.keys() for item in ranking["results"]] == [{"index", "relevance_score"}] * 3
-        await stack.assert_idle()
 
 
 # ---- cutting

@@ -54,12 +54,8 @@ class Call:
 async def call(crew, start_stack):
     for _ in range(2):
         await crew.join(P, A, **INFO)
-    async with (
-        start_stack(wait=False, http=True, redrive_wait_s=0.5, **crew.sources) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        yield Call(crew, stack, http)
-        await stack.assert_idle()
+    async with start_stack(wait=False, http=True, redrive_wait_s=0.5, **crew.sources) as stack:
+        yield Call(crew, stack, stack.api)
 
 
 def most_used_first(workers):
@@ -114,23 +110,19 @@ async def draining(crew, start_stack, request):
     """A call that has three inputs left when its only worker takes no more."""
     wait_s = getattr(request, "param", 60.0)
     await crew.join(P, A, **INFO)
-    async with (
-        start_stack(wait=False, http=True, redrive_wait_s=wait_s, **crew.sources) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        call = Call(crew, stack, http)
+    async with start_stack(wait=False, http=True, redrive_wait_s=wait_s, **crew.sources) as stack:
+        call = Call(crew, stack, stack.api)
         (worker,) = crew.workers
         await until(lambda: call.ready == 1)
         worker.behave = call.hold
         inputs = [[5 + number] for number in range(MAX_AT_ONCE + 3)]
-        pending = asyncio.ensure_future(http.post("/v1/embeddings", json={"input": inputs}))
+        pending = asyncio.ensure_future(stack.api.post("/v1/embeddings", json={"input": inputs}))
         await until(lambda: len(worker.requests) == MAX_AT_ONCE)
         worker.is_draining = True
         await until(lambda: not stack.server.router.is_ready)
         call.go.set()
         await until(lambda: not stack.server.router.num_in_flight)
         yield call, pending
-        await stack.assert_idle()
 
 
 async def test_an_input_waits_for_a_worker_when_its_turn_comes(draining) -> None:
@@ -160,12 +152,9 @@ async def test_nothing_waits_for_a_client_that_left(draining) -> None:
 
 
 async def test_an_input_waits_while_too_much_is_queued(start_stack) -> None:
-    async with (
-        start_stack(
-            prefill=1, decode=0, info=INFO, http=True, max_prefill_queue_tokens=1000
-        ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
+    async with start_stack(
+        prefill=1, decode=0, info=INFO, http=True, max_prefill_queue_tokens=1000
+    ) as stack:
         all_there, is_short = asyncio.Event(), asyncio.Event()
 
         async def answer(running) -> None:
@@ -180,7 +169,7 @@ async def test_an_input_waits_while_too_much_is_queued(start_stack) -> None:
 
         stack.prefill.behave = answer
         inputs = [[5 + number] for number in range(MAX_AT_ONCE + 3)]
-        pending = asyncio.ensure_future(http.post("/v1/embeddings", json={"input": inputs}))
+        pending = asyncio.ensure_future(stack.api.post("/v1/embeddings", json={"input": inputs}))
         await until(lambda: len(stack.prefill.requests) == MAX_AT_ONCE)
         all_there.set()
         await until(lambda: stack.server.router.num_in_flight == 1)
@@ -189,4 +178,3 @@ async def test_an_input_waits_while_too_much_is_queued(start_stack) -> None:
         stack.prefill.behave = pool
         response = await pending
         assert response.status_code == 200, response.text
-        await stack.assert_idle()

@@ -15,11 +15,7 @@ STATS = (
 )
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True}
 
 
 def content(value: object) -> dict:

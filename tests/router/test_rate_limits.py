@@ -43,15 +43,13 @@ def start(start_stack: Any, keys_file: Path) -> Any:
         replace_file(keys_file, text)
         async with start_stack(http=True, api_keys_file=str(keys_file), **config) as stack:
             yield stack
-            await stack.assert_idle()
 
     return start
 
 
 async def post(stack: Stack, key: str, **fields: object) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
-        return await http.post("/v1/completions", json={**COMPLETION, **fields}, headers=headers)
+    return await stack.api.post("/v1/completions", json={**COMPLETION, **fields}, headers=headers)
 
 
 async def generate(stack: Stack, key: str, **fields: Any) -> list[pb2.RequestOutput]:

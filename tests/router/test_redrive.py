@@ -6,7 +6,8 @@ import itertools
 import math
 import time
 import weakref
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
@@ -32,9 +33,9 @@ from pdserve_router.requests.redrive import (
 )
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import WorkerState
 from support.clock import Clock
 from support.fake_worker import engine_info
+from support.stub_worker import StubWorker
 from support.waiting import until
 
 
@@ -94,25 +95,17 @@ def lost_request(name: str, kind: type[L] = LostRequest) -> L:
     return lost
 
 
-class Worker:
-    """What the queue asks a worker."""
-
-    stats: SchedulerStats | None = None
-    is_ready = True
-    state = WorkerState.READY
-    num_routers = 1
-
-    def __init__(self, role: WorkerRole, step_tokens: int) -> None:
-        self.role = role
-        self.info = engine_info(role, vocab_size=100, max_num_batched_tokens=step_tokens)
+def worker(role: WorkerRole, step_tokens: int = 1) -> Any:
+    info = engine_info(role, vocab_size=100, max_num_batched_tokens=step_tokens)
+    return StubWorker(role, info=info)
 
 
 class OnePairPool:
     """A pool of one pair."""
 
     def __init__(self, *, step_tokens: int) -> None:
-        self.prefill = (Worker(WorkerRole.PREFILL, step_tokens),)
-        self.decode = self.answering = (Worker(WorkerRole.DECODE, step_tokens),)
+        self.prefill = (worker(WorkerRole.PREFILL, step_tokens),)
+        self.decode = self.answering = (worker(WorkerRole.DECODE, step_tokens),)
 
     def route(
         self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
@@ -129,15 +122,47 @@ class SentRequest(LostRequest):
         self.is_sent = True
 
 
-async def test_many_short_requests_take_time_in_proportion() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
-    pool = OnePairPool(step_tokens=1 << 20)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
-    requests = [lost_request(f"request-{i}", SentRequest) for i in range(2000)]
-    began = time.process_time()
+class Queue(RedriveQueue):
+    """One that knows all that have come."""
+
+    def __init__(self, pool: Any, *, max_redrives: int = 3, wait_s: float = 1, **more: Any) -> None:
+        metrics = RouterMetrics(CollectorRegistry())
+        super().__init__(pool, metrics=metrics, max_redrives=max_redrives, wait_s=wait_s, **more)
+        self.added: list[Any] = []
+
+    def add(self, redrive: Any, **options: Any) -> None:
+        self.added.append(redrive)
+        super().add(redrive, **options)
+
+
+@pytest.fixture
+async def make_queue() -> AsyncIterator[Callable[..., Queue]]:
+    """Queues of which nothing is left at the end."""
+    queues: list[Queue] = []
+
+    def make(*args: Any, **options: Any) -> Queue:
+        queues.append(Queue(*args, **options))
+        return queues[-1]
+
+    yield make
+    for queue in queues:
+        for request in queue.added:
+            queue.discard(request)
+
+
+async def add_all(queue: RedriveQueue, *requests: LostRequest) -> None:
+    """Have them come, and the queue look at them once."""
     for request in requests:
         queue.add(request)
     await asyncio.sleep(0.01)
+
+
+async def test_many_short_requests_take_time_in_proportion(make_queue) -> None:
+    pool = OnePairPool(step_tokens=1 << 20)
+    queue = make_queue(pool)
+    requests = [lost_request(f"request-{i}", SentRequest) for i in range(2000)]
+    began = time.process_time()
+    await add_all(queue, *requests)
     assert all(request.is_sent for request in requests)
     # 0.1 s; 10 s if each looked at all that were sent before.
     assert time.process_time() - began < 2
@@ -153,41 +178,30 @@ async def test_many_short_requests_take_time_in_proportion() -> None:
     [(0, 1, 4), (0, 2, 2), (0, 3, 1), (0, 100, 1), (80, 1, 10), (80, 2, 5)],
 )
 async def test_routers_share_what_they_may_send_again(
-    num_waiting_tokens, num_routers, num_sent
+    make_queue, num_waiting_tokens, num_routers, num_sent
 ) -> None:
     """Of one step of 8 tokens or a quarter of P's queue, in requests of 2; one is always let on."""
     pool = OnePairPool(step_tokens=8)
     pool.prefill[0].stats = SchedulerStats(num_waiting_tokens=num_waiting_tokens)
     pool.prefill[0].num_routers = num_routers
-    metrics = RouterMetrics(CollectorRegistry())
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     requests = [lost_request(f"request-{i}", SentRequest) for i in range(20)]
-    for request in requests:
-        queue.add(request)
-    await asyncio.sleep(0.01)
+    await add_all(queue, *requests)
     assert sum(request.is_sent for request in requests) == num_sent
-    for request in requests:
-        queue.discard(request)
 
 
-async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill(make_queue) -> None:
     pool = OnePairPool(step_tokens=2)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     first, second, held = (lost_request(name, SentRequest) for name in ("a", "b", "c"))
     held.recovery.holder = pool.decode[0]  # type: ignore[assignment]
-    for request in (first, second, held):
-        queue.add(request)
-    await asyncio.sleep(0.01)
+    await add_all(queue, first, second, held)
     assert [request.is_sent for request in (first, second, held)] == [True, False, True]
-    for request in (first, second, held):
-        queue.discard(request)
 
 
-async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it(make_queue) -> None:
     pool = OnePairPool(step_tokens=2)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     first, second, spent = (lost_request(name, SentRequest) for name in ("a", "b", "c"))
     spent.recovery.num_spent = 3
     for request in (first, second):
@@ -198,64 +212,57 @@ async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> No
     await asyncio.wait_for(spent.given_up.wait(), 20)
     assert [request.is_sent for request in (first, second, spent)] == [True, False, False]
     assert spent not in queue
-    for request in (first, second):
-        queue.discard(request)
 
 
-async def test_one_that_has_to_wait_for_longer_holds_nobody_up() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_one_that_has_to_wait_for_longer_holds_nobody_up(make_queue) -> None:
     pool = OnePairPool(step_tokens=8)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     soon, later = lost_request("a", SentRequest), lost_request("b", SentRequest)
     queue.add(soon)
     queue.add(later, delay_s=60)
     await asyncio.sleep(0.01)
     assert (soon.is_sent, later.is_sent) == (True, False)
-    for request in (soon, later):
-        queue.discard(request)
 
 
-async def test_a_token_lets_the_next_one_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_lets_the_next_one_on_at_once(
+    make_queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redrive, "TICK_S", 60.0)
-    metrics = RouterMetrics(CollectorRegistry())
     pool = OnePairPool(step_tokens=2)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     first, second = lost_request("a", SentRequest), lost_request("b", SentRequest)
-    for request in (first, second):
-        queue.add(request)
-    await asyncio.sleep(0.01)
+    await add_all(queue, first, second)
     assert (first.is_sent, second.is_sent) == (True, False)
     queue.on_token(first)
     await asyncio.sleep(0.01)
     assert second.is_sent
-    for request in (first, second):
-        queue.discard(request)
 
 
 class NobodyListedPool(NobodyPool):
     """A pool whose only decode worker has left the list, with what runs there."""
 
     def __init__(self) -> None:
-        self.leaving = Worker(WorkerRole.DECODE, step_tokens=2)
+        self.leaving = worker(WorkerRole.DECODE, 2)
 
 
-async def test_what_decode_holds_blocks_of_goes_on_there_after_it_has_left_the_list() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_what_decode_holds_blocks_of_goes_on_there_after_it_has_left_the_list(
+    make_queue,
+) -> None:
     pool = NobodyListedPool()
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    queue = make_queue(pool, wait_s=0.1)
     held, other = (lost_request(name, SentRequest) for name in ("a", "b"))
     held.recovery.holder = pool.leaving  # type: ignore[assignment]
     for request in (held, other):
         queue.add(request)
     await asyncio.wait_for(other.given_up.wait(), 20)
     assert (held.is_sent, held.given_up.is_set(), other.is_sent) == (True, False, False)
-    queue.discard(held)
 
 
-async def test_what_decode_holds_just_enough_of_goes_on_there_while_nobody_is_listed() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_what_decode_holds_just_enough_of_goes_on_there_while_nobody_is_listed(
+    make_queue,
+) -> None:
     pool = NobodyListedPool()
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=60)  # type: ignore[arg-type]
+    queue = make_queue(pool, wait_s=60)
     request = lost_request("a", SentRequest)
     request.core_request = dataclasses.replace(request.core_request, prompt_token_ids=(1,) * 1000)
     request.recovery.holder = pool.leaving  # type: ignore[assignment]
@@ -263,13 +270,11 @@ async def test_what_decode_holds_just_enough_of_goes_on_there_while_nobody_is_li
     queue.add(request)
     await asyncio.sleep(0.01)
     assert request.is_sent
-    queue.discard(request)
 
 
-async def test_what_decode_holds_too_little_of_waits_while_nobody_is_listed() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_what_decode_holds_too_little_of_waits_while_nobody_is_listed(make_queue) -> None:
     pool = NobodyListedPool()
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    queue = make_queue(pool, wait_s=0.1)
     request = lost_request("a", LongRequest)
     request.core_request = dataclasses.replace(request.core_request, prompt_token_ids=(1,) * 1000)
     request.recovery.holder = pool.leaving  # type: ignore[assignment]
@@ -290,18 +295,13 @@ class DefectiveRequest(LostRequest):
         self.is_ended = True
 
 
-async def test_a_defect_of_one_request_ends_it_and_stops_no_other() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
+async def test_a_defect_of_one_request_ends_it_and_stops_no_other(make_queue) -> None:
     pool = OnePairPool(step_tokens=8)
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    queue = make_queue(pool)
     broken, good = lost_request("a", DefectiveRequest), lost_request("b", SentRequest)
-    for request in (broken, good):
-        queue.add(request)
-    await asyncio.sleep(0.01)
+    await add_all(queue, broken, good)
     assert (broken.is_ended, good.is_sent) == (True, True)
     assert broken not in queue
-    for request in (broken, good):
-        queue.discard(request)
 
 
 class LongRequest(LostRequest):
@@ -312,17 +312,15 @@ class LongRequest(LostRequest):
         raise AssertionError("there is nobody to send it to")
 
 
-async def test_while_nobody_is_there_no_attempt_is_made() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
-    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+async def test_while_nobody_is_there_no_attempt_is_made(make_queue) -> None:
+    queue = make_queue(NobodyPool(), wait_s=0.1)
     request = lost_request("a", LongRequest)
     queue.add(request)
     await asyncio.wait_for(request.given_up.wait(), 20)
 
 
 async def lose_several_at_once() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
-    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    queue = Queue(NobodyPool(), wait_s=0.1)
     requests = [lost_request(f"request-{i}") for i in range(3)]
     for request, delay_s in zip(requests, (0.0, 0.2, 0.0), strict=True):
         queue.add(request, delay_s=delay_s)
@@ -347,16 +345,10 @@ class SecondsPool(NobodyPool):
 
 @pytest.mark.parametrize(("ago_s", "is_given_up"), [(0.0, False), (5.0, False), (70.0, True)])
 async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
-    ago_s: float, is_given_up: bool
+    make_queue, ago_s: float, is_given_up: bool
 ) -> None:
     pool, clock = SecondsPool(), Clock()
-    queue = RedriveQueue(
-        pool,  # type: ignore[arg-type]
-        metrics=RouterMetrics(CollectorRegistry()),
-        max_redrives=3,
-        wait_s=60,
-        clock=clock,
-    )
+    queue = make_queue(pool, wait_s=60, clock=clock)
     request = lost_request("a")
     request.core_request = dataclasses.replace(request.core_request, deadline=clock() + 1000)
     queue.add(request)
@@ -365,7 +357,6 @@ async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
     pool.served_at = clock() - ago_s
     await until(lambda: pool.num_asked > 3 or request.given_up.is_set())
     assert request.given_up.is_set() is is_given_up
-    queue.discard(request)
 
 
 class SometimesDecodePool(OnePairPool):
@@ -378,15 +369,9 @@ class SometimesDecodePool(OnePairPool):
         return -math.inf
 
 
-async def test_a_request_that_waits_for_its_turn_has_not_been_without_a_worker() -> None:
+async def test_a_request_that_waits_for_its_turn_has_not_been_without_a_worker(make_queue) -> None:
     pool, clock = SometimesDecodePool(step_tokens=2), Clock()
-    queue = RedriveQueue(
-        pool,  # type: ignore[arg-type]
-        metrics=RouterMetrics(CollectorRegistry()),
-        max_redrives=3,
-        wait_s=60,
-        clock=clock,
-    )
+    queue = make_queue(pool, wait_s=60, clock=clock)
     first, second = lost_request("a", SentRequest), lost_request("b", SentRequest)
     for request, within_s in ((first, 1000), (second, 2000)):
         request.core_request = dataclasses.replace(
@@ -407,13 +392,12 @@ async def test_a_request_that_waits_for_its_turn_has_not_been_without_a_worker()
         await until(lambda: pool.num_asked > 1 or second.given_up.is_set())
         assert second.given_up.is_set() is is_given_up
     assert not second.is_sent
-    queue.discard(first)
 
 
 def lose_again(recovery: Recovery, *, code: ErrorCode = ErrorCode.ENGINE_DEAD) -> None:
-    worker = Worker(WorkerRole.DECODE, 1)
+    lost = worker(WorkerRole.DECODE)
     error = EngineError(code=code, message="gone", is_retryable=True)
-    recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
+    recovery.add(Route(decode=lost), lost, error, reason="", now=0.0)  # type: ignore[arg-type]
     recovery.begin_attempt()
 
 
@@ -422,7 +406,7 @@ def test_a_handoff_that_failed_is_put_down_to_prefill_unless_decode_failed_itsel
     code: ErrorCode,
 ) -> None:
     recovery = Recovery()
-    prefill, decode = Worker(WorkerRole.PREFILL, 1), Worker(WorkerRole.DECODE, 1)
+    prefill, decode = worker(WorkerRole.PREFILL, 1), worker(WorkerRole.DECODE, 1)
     route = Route(prefill=prefill, decode=decode)  # type: ignore[arg-type]
     for each, blamed in ((code, prefill), (ErrorCode.ENGINE_DEAD, decode)):
         error = EngineError(code=each, message="gone", is_retryable=True)
@@ -457,21 +441,20 @@ def wait_of(recovery: Recovery, worker: object) -> float:
 def test_a_worker_that_is_no_use_again_and_again_is_asked_less_and_less() -> None:
     recovery = Recovery()
     waits = []
-    worker = Worker(WorkerRole.DECODE, 1)
+    lost = worker(WorkerRole.DECODE)
     for _ in range(7):
         error = EngineError(code=ErrorCode.DRAINING, message="gone", is_retryable=True)
-        recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
-        waits.append(wait_of(recovery, worker))
+        recovery.add(Route(decode=lost), lost, error, reason="", now=0.0)  # type: ignore[arg-type]
+        waits.append(wait_of(recovery, lost))
         recovery.begin_attempt()
     assert waits == [0.5, 1, 2, 4, 8, 8, 8]
     recovery.note_tokens(1)
-    recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
-    assert wait_of(recovery, worker) == 0.5, "a token came"
+    recovery.add(Route(decode=lost), lost, error, reason="", now=0.0)  # type: ignore[arg-type]
+    assert wait_of(recovery, lost) == 0.5, "a token came"
 
 
-async def test_what_only_drains_ends_with_the_last_attempt_of_the_wire() -> None:
-    metrics = RouterMetrics(CollectorRegistry())
-    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=0, wait_s=60)  # type: ignore[arg-type]
+async def test_what_only_drains_ends_with_the_last_attempt_of_the_wire(make_queue) -> None:
+    queue = make_queue(NobodyPool(), max_redrives=0, wait_s=60)
     request = lost_request("a")
     request.recovery.is_planned = True
     assert not queue.is_spent(request)

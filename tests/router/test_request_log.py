@@ -3,11 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -59,11 +58,7 @@ def lines() -> Any:
     request_log.logger.removeHandler(handler)
 
 
-@pytest.fixture
-async def stack(start_stack: Any) -> AsyncIterator[Any]:
-    async with start_stack(http=True, max_body_bytes=2000) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True, "max_body_bytes": 2000}
 
 
 async def begin_and_hang(running: Any) -> None:
@@ -176,30 +171,23 @@ async def test_a_grpc_method_that_is_none(stack: Any, lines: Lines) -> None:
 
 
 async def test_a_request_without_workers(start_stack: Any, lines: Lines) -> None:
-    async with (
-        start_stack(http=True, prefill=0, decode=["127.0.0.1:1"], wait=False) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
-        assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 503
+    async with start_stack(http=True, prefill=0, decode=["127.0.0.1:1"], wait=False) as stack:
+        assert (await stack.api.post("/v1/completions", json=COMPLETION)).status_code == 503
         fields = await lines.only()
         assert (fields["status"], fields["error"]) == ("503", "no_worker")
 
 
 async def test_too_many_requests(start_stack: Any, lines: Lines) -> None:
-    async with (
-        start_stack(http=True, max_num_queued_requests=1) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
+    async with start_stack(http=True, max_num_queued_requests=1) as stack:
         stack.prefill.behave = stack.decode.behave = hang
         waiting = stack.stub.Generate(pb2.GenerateRequest(text=PROMPT))
         reading = asyncio.create_task(read_all(waiting))
         await until(lambda: stack.server.router.num_queued == 1)
-        assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 429
+        assert (await stack.api.post("/v1/completions", json=COMPLETION)).status_code == 429
         fields = await lines.only()
         assert (fields["status"], fields["error"]) == ("429", "overloaded")
         waiting.cancel()
         await asyncio.wait([reading])
-        await stack.assert_idle()
 
 
 async def test_keys_have_names(start_stack: Any, lines: Lines, tmp_path: Any) -> None:
@@ -208,8 +196,7 @@ async def test_keys_have_names(start_stack: Any, lines: Lines, tmp_path: Any) ->
     async with start_stack(http=True, api_keys_file=str(keys)) as stack:
 
         async def models(key: str) -> None:
-            async with httpx.AsyncClient(base_url=stack.url, timeout=300) as http:
-                await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            await stack.api.get("/v1/models", headers={"authorization": f"Bearer {key}"})
 
         for key in (KEY, f"another-{KEY}", f"unknown-{KEY}"):
             await models(key)
@@ -329,11 +316,7 @@ async def test_a_flood_of_requests_that_are_refused(
 
 
 async def test_the_log_of_requests_may_be_off(start_stack: Any, lines: Lines) -> None:
-    async with (
-        start_stack(http=True, log_requests=False) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
-        assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
+    async with start_stack(http=True, log_requests=False) as stack:
+        assert (await stack.api.post("/v1/completions", json=COMPLETION)).status_code == 200
         await read_all(stack.stub.Generate(pb2.GenerateRequest(text=PROMPT)))
-        await stack.assert_idle()
     assert not lines.fields

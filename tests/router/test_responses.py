@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -32,11 +31,7 @@ TOOLS = [
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True}
 
 
 @pytest.fixture
@@ -47,7 +42,6 @@ async def calling(start_stack):
         openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused") as client,
     ):
         yield client
-        await stack.assert_idle()
 
 
 def read_strictly(response: dict[str, Any]) -> Response:
@@ -221,19 +215,16 @@ async def test_what_the_text_has_to_be_is_enforced(start_stack) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     info = {"served_fields": ("structured_outputs",)}
-    async with (
-        start_stack(http=True, info=info) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
-    ):
-        response = await http.post(PATH, json={"input": "hello", "text": {"format": form}})
+    async with start_stack(http=True, info=info) as stack:
+        response = await stack.api.post(PATH, json={"input": "hello", "text": {"format": form}})
         assert response.status_code == 200, response.text
         params = stack.decode.requests[-1].sampling_params
         tag = json.loads(params.structured_outputs.structural_tag)
         assert json.dumps(schema) in json.dumps(tag)
         bad = {"format": {**form, "schema": {"type": "nothing"}}}
-        assert (await refusal_of(http, text=bad))[0] == "text"
+        assert (await refusal_of(stack.api, text=bad))[0] == "text"
         missing = {"format": {"type": "json_schema"}}
-        assert (await refusal_of(http, text=missing))[0] == "text.format.schema"
+        assert (await refusal_of(stack.api, text=missing))[0] == "text.format.schema"
 
 
 async def test_a_failure_in_mid_stream_is_the_last_event(http, stack) -> None:

@@ -8,23 +8,19 @@ import pytest
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.indexed_set import IndexedSet
 from pdserve_router.workers.route_table import RouteTable
+from support.stub_worker import StubWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 NAMES = ("a", "b", "b with an adapter")
 
 
-class Worker:
-    def __init__(self, role: WorkerRole) -> None:
-        self.role = role
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_what_a_walk_would_find(seed: int) -> None:
     rng = random.Random(seed)
-    workers = {role: [Worker(role) for _ in range(5)] for role in (P, D)}
+    workers = {role: [StubWorker(role) for _ in range(5)] for role in (P, D)}
     every = [*workers[P], *workers[D]]
     table, links = RouteTable(), set()
-    names: dict[Worker, set[str]] = {worker: set() for worker in every}
+    names: dict[StubWorker, set[str]] = {worker: set() for worker in every}
     for _ in range(150):
         pair = (rng.choice(workers[P]), rng.choice(workers[D]))
         kind = rng.choice(("place", "link", "unlink"))

@@ -20,22 +20,10 @@ from pdserve_router.workers.routing_policy import (
     SessionAffinity,
 )
 from support.fake_worker import engine_info
+from support.stub_worker import StubWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=tuple(range(100)))
-
-
-@dataclass(eq=False)
-class Worker:
-    role: WorkerRole
-    address: str
-    num_in_flight: int = 0
-    stats: SchedulerStats | None = None
-    info: object = None
-
-    @property
-    def host(self) -> str:
-        return self.address.rpartition(":")[0]
 
 
 @dataclass
@@ -44,12 +32,12 @@ class Pool:
 
     table: RouteTable = field(default_factory=RouteTable)
     index: PrefixIndex = field(default_factory=lambda: PrefixIndex(role_of=attrgetter("role")))
-    prefill: list[Worker] = field(default_factory=list)
-    decode: list[Worker] = field(default_factory=list)
+    prefill: list[StubWorker] = field(default_factory=list)
+    decode: list[StubWorker] = field(default_factory=list)
 
-    def join(self, role: WorkerRole, **fields: object) -> Worker:
+    def join(self, role: WorkerRole, **fields: object) -> StubWorker:
         own, others = (self.prefill, self.decode)[:: 1 if role is P else -1]
-        worker = Worker(role, f"{role.name}:{len(own) + 1}", **fields)
+        worker = StubWorker(role, f"{role.name}:{len(own) + 1}", **fields)
         worker.info = engine_info(role, vocab_size=300)
         own.append(worker)
         self.table.place(worker, "weights")
@@ -142,7 +130,7 @@ def test_takes_the_decode_worker_that_is_asked_for(policy) -> None:
 
 
 def test_looks_at_few_of_many(policy) -> None:
-    class Watched(Worker):
+    class Watched(StubWorker):
         num_looks = 0
 
         @property
@@ -207,7 +195,7 @@ def prefix_routing(**weights: float) -> PrefixRouting:
     return PrefixRouting(RoutingWeights(**weights))
 
 
-def note_cached(pool: Pool, worker: Worker, num_blocks: int, request=CHAT) -> None:
+def note_cached(pool: Pool, worker: StubWorker, num_blocks: int, request=CHAT) -> None:
     pool.index.stored(worker, prefix_hashes(request, BLOCK)[:num_blocks])
 
 

@@ -89,7 +89,6 @@ async def test_an_answer_that_ends_at_prefill_aborts_the_decode_leg(start_stack)
         await until(lambda: len(stack.decode.aborted) == 1)
         assert stack.prefill.aborted == []
         assert stack.metric("pdserve_handoffs_total", outcome="ended_at_prefill") == 1
-        await stack.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,6 @@ async def test_decode_serves_alone_for_a_visible_reason(start_stack, config, par
         assert all(not worker.requests for worker in stack.prefills)
         labels = {"path": "local", "reason": reason}
         assert stack.metric("pdserve_requests_routed_total", **labels) == 1
-        await stack.assert_idle()
 
 
 async def test_workers_with_other_kv_are_not_paired(start_stack) -> None:
@@ -140,7 +138,6 @@ async def once(start_stack):
     """A stack that sends no request again; test_recovery.py is about those that do."""
     async with start_stack(max_redrives=0) as stack:
         yield stack
-        await stack.assert_idle()
 
 
 def failing(error_code, *, after=None):
@@ -196,7 +193,6 @@ async def test_a_worker_that_dies_ends_its_requests_with_one_error(start_stack, 
         await getattr(stack, role).stop()
         outputs = await task
         assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
-        await stack.assert_idle()
 
 
 async def test_prefill_dying_after_the_handoff_is_not_noticed(start_stack) -> None:
@@ -328,7 +324,6 @@ async def test_the_default_deadline_ends_with_a_typed_error(start_stack) -> None
         assert ending(outputs).finish_reason == core.FINISH_REASON_ERROR
         assert ending(outputs).error.code == core.ERROR_CODE_DEADLINE_EXCEEDED
         await until(lambda: stack.prefill.aborted and stack.decode.aborted)
-        await stack.assert_idle()
 
 
 async def test_requests_spread_over_the_workers(start_stack) -> None:
@@ -439,7 +434,6 @@ async def test_two_hundred_streams_at_once(start_stack) -> None:
         assert {text_of(outputs) for outputs in results} == {ANSWER_TEXT}
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="stop") == 200
         assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 0
-        await stack.assert_idle()
 
 
 async def test_a_ticket_that_p_voided_waits_for_ps_own_word(stack) -> None:
@@ -456,7 +450,6 @@ async def test_a_ticket_that_p_voided_waits_for_ps_own_word(stack) -> None:
 
     stack.prefill.behave, stack.decode.behave = end_late, void
     assert ending(await generate(stack)).finish_reason == core.FINISH_REASON_STOP
-    await stack.assert_idle()
 
 
 async def test_logprobs_wait_for_prefills_word_when_decode_is_first(stack) -> None:

@@ -54,7 +54,6 @@ async def slow_stack(start_stack):
         info=LONG,
     ) as stack:
         yield stack
-        await stack.assert_idle()
 
 
 @pytest.fixture
@@ -68,7 +67,6 @@ async def patient_stack(start_stack):
         info=LONG,
     ) as stack:
         yield stack
-        await stack.assert_idle()
 
 
 def grpc_request(n: int = 1) -> pb2.GenerateRequest:
@@ -313,7 +311,6 @@ async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
                 await asyncio.sleep(0.5)
         assert token_ids == [stack.decode.info.vocab_size - 8 + i % 8 for i in range(NUM_TOKENS)]
         call.cancel()
-        await stack.assert_idle()
 
 
 @pytest.mark.parametrize("api", ["grpc", "sse"])

@@ -6,7 +6,6 @@ import json
 from typing import Any, Literal
 
 import grpc
-import httpx
 import openai
 import pydantic
 import pytest
@@ -101,11 +100,7 @@ CASES = [
 ]
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True, info=SERVED) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True, "info": SERVED}
 
 
 def constraint_of(stack) -> StructuredOutputsParams | None:
@@ -246,12 +241,9 @@ async def test_a_wrong_constraint_is_refused_by_name(http, path, body, field, re
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_workers_that_enforce_nothing(start_stack, path) -> None:
-    async with (
-        start_stack(http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
+    async with start_stack(http=True) as stack:
         for body in ONE_OF_EACH:
-            field, message = await refusal_of(http, path, body)
+            field, message = await refusal_of(stack.api, path, body)
             assert field in body
             assert "not served by all workers" in message
 
@@ -271,14 +263,13 @@ async def test_calls_that_are_asked_for_are_enforced_and_are_no_second_constrain
 
 async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
     tools = [tool(f"f{i}") for i in range(MAX_ENFORCED_TOOLS + 1)]
-    async with (
-        start_stack(http=True, info={**SERVED, "max_model_len": 1 << 17}) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
-        field, message = await refusal_of(http, CHAT, {"tools": tools, "tool_choice": "required"})
+    async with start_stack(http=True, info={**SERVED, "max_model_len": 1 << 17}) as stack:
+        field, message = await refusal_of(
+            stack.api, CHAT, {"tools": tools, "tool_choice": "required"}
+        )
         assert field == "tools"
         assert f"at most {MAX_ENFORCED_TOOLS}" in message
-        await post(http, CHAT, {"tools": tools[1:], "tool_choice": "required"})
+        await post(stack.api, CHAT, {"tools": tools[1:], "tool_choice": "required"})
         assert tools[-1]["function"]["name"] in constraint_of(stack).structural_tag
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from fake_model import copy_with_template
 
@@ -29,11 +28,7 @@ CALLING = (
 )
 
 
-@pytest.fixture
-async def stack(start_stack):
-    async with start_stack(http=True, answer=CALLING) as stack:
-        yield stack
-        await stack.assert_idle()
+STACK = {"http": True, "answer": CALLING}
 
 
 async def choice_of(http, **body) -> dict:
@@ -200,14 +195,11 @@ async def test_a_model_whose_template_knows_no_tools(
     folder = copy_with_template(model_dir, tmp_path / "tiny", template)
     monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path, **_: Tokenizer(folder))
     for chat_format, reason in (("auto", "is not known"), ("hermes", "chat template knows none")):
-        async with (
-            start_stack(http=True, answer=CALLING, chat_format=chat_format) as stack,
-            httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-        ):
-            field, message = await refusal_of(http)
+        async with start_stack(http=True, answer=CALLING, chat_format=chat_format) as stack:
+            field, message = await refusal_of(stack.api)
             assert field == "tools"
             assert reason in message
-            message = (await choice_of(http, tools=None))["message"]
+            message = (await choice_of(stack.api, tools=None))["message"]
             assert ("reasoning" in message) == (chat_format == "hermes")
 
 
@@ -287,12 +279,9 @@ async def test_a_stream_with_openais_client(client) -> None:
 
 
 async def test_a_large_request_is_read_in_the_chosen_format_too(start_stack) -> None:
-    async with (
-        start_stack(http=True, answer=CALLING, chat_format="none") as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=300) as http,
-    ):
+    async with start_stack(http=True, answer=CALLING, chat_format="none") as stack:
         for padding in ("", "x" * INLINE_BYTES):
             body = {"messages": [QUESTION], "metadata": {"padding": padding}}
-            response = await http.post(PATH, json=body)
+            response = await stack.api.post(PATH, json=body)
             assert response.json()["choices"][0]["message"]["content"] == CALLING
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1

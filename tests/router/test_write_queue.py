@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
@@ -56,10 +55,7 @@ async def steps(worker, running, *, num_tokens: int, per_turn: int) -> None:
 async def test_text_is_the_same_however_it_is_merged(start_stack, tokenizer, per_turn) -> None:
     """Over SSE and over gRPC, and more streams than a turn of the loop writes to."""
     num_tokens = 60
-    async with (
-        start_stack(prefill=0, http=True) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
-    ):
+    async with start_stack(prefill=0, http=True) as stack:
         worker = stack.decode
         worker.behave = lambda running: steps(
             worker, running, num_tokens=num_tokens, per_turn=per_turn
@@ -70,7 +66,7 @@ async def test_text_is_the_same_however_it_is_merged(start_stack, tokenizer, per
         request.sampling_params.max_tokens = num_tokens + 1
         body = {"model": "tiny", "prompt": "a", "max_tokens": num_tokens + 1, "stream": True}
         grpc_answers = asyncio.gather(*(stack.generate(request) for _ in range(40)))
-        sse_answers = asyncio.gather(*(http.post(PATH, json=body) for _ in range(40)))
+        sse_answers = asyncio.gather(*(stack.api.post(PATH, json=body) for _ in range(40)))
         for outputs in await grpc_answers:
             assert tokens_of(outputs) == token_ids
         for answer in await sse_answers:
@@ -79,4 +75,3 @@ async def test_text_is_the_same_however_it_is_merged(start_stack, tokenizer, per
             assert choices[-1]["finish_reason"] == "length"
         name, labels = "pdserve_generation_tokens_total", {"model": "tiny"}
         assert stack.metric(name, **labels) == 80 * num_tokens
-        await stack.assert_idle()

@@ -40,6 +40,15 @@ from pdserve_worker.tensor_store import TensorStore
 EOS = 1
 # Of the fakes, which have no tokenizer, and of `make_model_dir`.
 MODEL = ServedModel("tiny", tokenizer_digest="")
+# Of a model that pools.
+EMBEDDER_SIZE = 8
+EMBEDDER: dict[str, Any] = {
+    "tasks": ("embed",),
+    "embedding_size": EMBEDDER_SIZE,
+    "is_matryoshka": True,
+    "eos_token_ids": (),
+    "kv_transport": "none",
+}
 PREFILL_STATS = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2, queue_s=1e-4, prefill_s=2e-4)
 KV_STATS = KVTransferStats(
     num_bytes=4096,
@@ -332,6 +341,15 @@ async def pool(running: Running) -> None:
 async def hang(running: Running) -> None:
     """Answer nothing, until it is aborted."""
     await asyncio.Event().wait()
+
+
+def failing_with(**fields: Any) -> Behaviour:
+    """End requests of any kind with an error of these fields."""
+
+    async def behave(running: Running) -> None:
+        running.fail(EngineError(**fields))
+
+    return behave
 
 
 async def at_once(running: Running, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
@@ -105,9 +106,12 @@ class Stack:
         decodes: list[FakeWorker],
         channel: grpc.aio.Channel,
         http: Any,
+        api: httpx.AsyncClient,
     ) -> None:
         self.server = server
         self.http = http
+        # A client of its HTTP port.
+        self.api = api
         self.prefills = prefills
         self.decodes = decodes
         self.channel = channel

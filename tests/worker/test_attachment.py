@@ -3,17 +3,14 @@
 import asyncio
 import random
 import time
-import types
-from collections.abc import Sequence
 
 import pytest
 
-from pdserve_common.engine_client import NO_TENSORS, OutputsCallback, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    WorkerRole,
 )
 from pdserve_common.errors import DrainingError
 from pdserve_worker import attachment as module
@@ -25,38 +22,17 @@ from pdserve_worker.attachment import (
     RequestAttempt,
     Resume,
 )
+from support.engine_double import EngineDouble
+from support.fake_worker import engine_info
 
 EPOCH = "e" * 32
 
 
-class ScriptedEngine:
-    """The front of an engine of which the test says what it brings."""
-
-    info = types.SimpleNamespace(epoch=EPOCH)
-
+class ScriptedEngine(EngineDouble):
     def __init__(self) -> None:
-        self.clients: dict[int, OutputsCallback] = {}
-        self.added: list[EngineCoreRequest] = []
-        self.aborted: list[str] = []
-        self.is_draining = False
+        super().__init__(engine_info(WorkerRole.DECODE, vocab_size=100, epoch=EPOCH))
 
-    def register_client(self, on_outputs: OutputsCallback) -> int:
-        index = len(self.clients)
-        self.clients[index] = on_outputs
-        return index
-
-    def unregister_client(self, client_index: int) -> None:
-        del self.clients[client_index]
-
-    def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
-        if self.is_draining:
-            raise DrainingError("no more")
-        self.added.append(request)
-
-    def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
-        self.aborted.extend(request_ids)
-
-    def emit(
+    def bring(
         self, request_id: str, first: int = 0, *token_ids: int, is_last: bool = False, **fields: int
     ) -> None:
         output = EngineCoreOutput(
@@ -66,8 +42,7 @@ class ScriptedEngine:
             finish_reason=FinishReason.LENGTH if is_last else None,
             **fields,  # type: ignore[arg-type]
         )
-        for on_outputs in list(self.clients.values()):
-            on_outputs(EngineCoreOutputs(outputs=(output,)))
+        self.emit(output)
 
 
 @pytest.fixture
@@ -109,12 +84,12 @@ async def test_frames_are_numbered_and_sent_again_from_where_the_router_is(
     attachment, stream = attach(routers)
     sent = []
     for index in range(4):
-        engine.emit("a", index, 10 + index)
+        engine.bring("a", index, 10 + index)
         sent += await frames(attachment, stream)
     assert [frame.seq for frame in sent] == [1, 2, 3, 4]
     attachment.acknowledge(2)
     routers.keep(attachment)
-    engine.emit("a", 4, 14)
+    engine.bring("a", 4, 14)
     again, _ = routers.attach(ROUTER, resume(3))
     assert again is attachment
     resumed = await frames(attachment, attachment.open_stream())
@@ -130,12 +105,12 @@ async def test_a_router_adopts_what_it_lists_and_what_it_does_not_list_is_aborte
     for request_id in ("runs", "unlisted", "ended-sent", "ended-waiting", "ended-known"):
         add(attachment, request_id)
     add(attachment, "newer", 1)
-    engine.emit("ended-known", is_last=True)
+    engine.bring("ended-known", is_last=True)
     (known,) = await frames(attachment, stream)
-    engine.emit("ended-sent", is_last=True)
+    engine.bring("ended-sent", is_last=True)
     await frames(attachment, stream)
     routers.keep(attachment)
-    engine.emit("ended-waiting", is_last=True)
+    engine.bring("ended-waiting", is_last=True)
     adopted = {("runs", 0), ("ended-sent", 0), ("ended-waiting", 0)}
     lost = {("ended-known", 0), ("newer", 0), ("never-came", 0)}
     _, found = routers.attach(ROUTER, resume(known.seq + 1, *adopted, *lost))
@@ -154,7 +129,7 @@ async def test_a_router_that_cannot_resume_starts_anew(
     attachment, stream = attach(routers)
     add(attachment, "a")
     for index in range(3):
-        engine.emit("a", index, index)
+        engine.bring("a", index, index)
         await frames(attachment, stream)
     attachment.acknowledge(2)
     routers.keep(attachment)
@@ -171,7 +146,7 @@ async def test_what_is_kept_for_a_router_is_bounded(
     attachment, stream = attach(routers)
     sent = []
     for index in range(100):
-        engine.emit("a", index, index)
+        engine.bring("a", index, index)
         sent += await frames(attachment, stream)
     kept = [frame for frame in sent if attachment.can_resume(resume(frame.seq))]
     assert kept == sent[-len(kept) :]
@@ -186,12 +161,12 @@ async def test_large_answers_for_a_slow_router_do_not_end_the_others(
     large = [f"large-{number}" for number in range(10)]
     for request_id in ("small", "running", *large):
         add(attachment, request_id)
-    engine.emit("small", 0, 5)
-    engine.emit("running", 0, *range(600))
+    engine.bring("small", 0, 5)
+    engine.bring("running", 0, *range(600))
     for request_id in large:
-        engine.emit(request_id, 0, *range(500), is_last=True)
+        engine.bring(request_id, 0, *range(500), is_last=True)
     routers.keep(attachment)
-    engine.emit("small", 1, 6)
+    engine.bring("small", 1, 6)
     again, adopted = routers.attach(ROUTER, resume(1, ("small", 0), ("running", 0)))
     assert again is attachment
     assert set(adopted) == {("small", 0), ("running", 0)}
@@ -231,7 +206,7 @@ async def test_what_an_older_stream_takes_is_sent_on_the_newer_one(
     engine: ScriptedEngine, routers: Attachments
 ) -> None:
     attachment, old = attach(routers)
-    engine.emit("a", 0, 5)
+    engine.bring("a", 0, 5)
     taken = await attachment.outbox.get(0.0)
     routers.attach(ROUTER, resume(1))
     new = attachment.open_stream()
@@ -246,12 +221,12 @@ async def test_a_higher_attempt_takes_the_place_of_a_lower_one(
 ) -> None:
     attachment, stream = attach(routers)
     add(attachment, "a")
-    engine.emit("a", 0, 5)
+    engine.bring("a", 0, 5)
     assert attachment.is_running("a", 0)
     assert not attachment.is_running("a", 1)
     add(attachment, "a", 1)
-    engine.emit("a", 0, 6, attempt=1)
-    engine.emit("a", 1, is_last=True, attempt=0)
+    engine.bring("a", 0, 6, attempt=1)
+    engine.bring("a", 1, is_last=True, attempt=0)
     assert attachment.is_running("a", 1)
     (frame,) = await frames(attachment, stream)
     (output,) = frame.outputs.outputs
@@ -280,7 +255,7 @@ async def test_a_router_gets_every_token_once_wherever_its_streams_break(
     next_frame_seq, num_emitted, got = 1, 0, []
     for _ in range(200):
         for _ in range(chance.randrange(3)):
-            engine.emit("a", num_emitted, num_emitted)
+            engine.bring("a", num_emitted, num_emitted)
             num_emitted += 1
         sent = await frames(attachment, stream)
         arrived = sent[: chance.randrange(len(sent) + 1)] if chance.random() < 0.3 else sent

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import NO_TENSORS, OutputsCallback, Tensors
+from pdserve_common.engine_client import NO_TENSORS, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineError,
-    EngineInfo,
     ErrorCode,
     FinishReason,
     PrefillStats,
@@ -25,44 +23,20 @@ from pdserve_common.verbs import Call, ResetPrefixCache
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_worker.self_check import SelfCheckError, check_engine
+from support.engine_double import EngineDouble
+from support.fake_worker import engine_info
 
-INFO = EngineInfo(
-    engine_id="d",
-    epoch="0" * 32,
-    role=WorkerRole.DECODE,
-    model="m",
-    max_model_len=100,
-    vocab_size=50,
-    eos_token_ids=(1,),
-    block_size=16,
-    num_blocks=10,
-    max_num_seqs=4,
-    max_num_batched_tokens=512,
-    dtype="float32",
-    kv_compatibility_hash="",
-    kv_transport="none",
-    determinism="exact",
-    numerics_id="",
-    version="0",
-)
+INFO = engine_info(WorkerRole.DECODE, vocab_size=50, max_model_len=100, max_num_batched_tokens=512)
 OUT_OF_MEMORY = EngineError(code=ErrorCode.INTERNAL, message="out of memory")
 
 
-class ScriptedEngine:
+class ScriptedEngine(EngineDouble):
     """Answers at once what the test says: tokens, how many were cached, an error."""
 
     def __init__(self, *answers: tuple[tuple[int, ...], int, EngineError | None]) -> None:
-        self.info = INFO
+        super().__init__(INFO)
         self.is_cache_reset = False
         self._answers = list(answers)
-        self._on_outputs: OutputsCallback | None = None
-
-    def register_client(self, on_outputs: OutputsCallback) -> int:
-        self._on_outputs = on_outputs
-        return 0
-
-    def unregister_client(self, client_index: int) -> None:
-        self._on_outputs = None
 
     def add_request(self, request: EngineCoreRequest, tensors: Tensors = NO_TENSORS) -> None:
         if not self._answers:
@@ -80,8 +54,7 @@ class ScriptedEngine:
                 prefill_s=0,
             ),
         )
-        assert self._on_outputs is not None
-        self._on_outputs(EngineCoreOutputs(outputs=(output,)))
+        self.emit(output)
 
     async def call(self, verb: Call[Any]) -> int:
         self.is_cache_reset = verb == ResetPrefixCache(keeps_tiers=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as pb2_grpc
+from pdserve_common.engine_client import NO_TENSORS
 from pdserve_common.engine_types import (
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
@@ -32,34 +32,22 @@ from pdserve_worker import tensor_service
 from pdserve_worker.attach_service import EngineCoreServicer
 from pdserve_worker.tensor_store import TensorStore
 from support.clock import Clock
+from support.engine_double import EngineDouble
 from support.fake_worker import engine_info
+from support.refusals import refused
 
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 
 
-class Engine:
-    """Keeps what it gets and answers at once."""
+class Engine(EngineDouble):
+    """Answers at once."""
 
-    def __init__(self) -> None:
-        self.info = engine_info(WorkerRole.DECODE, vocab_size=100, modalities=("image",))
-        self.got: list[tuple[EngineCoreRequest, dict[bytes, bytes]]] = []
-        self._on_outputs: Callable[[EngineCoreOutputs], None]
-
-    def record_kv_cache_events(self, on_events: object) -> None:
-        pass
-
-    def register_client(self, on_outputs: Callable[[EngineCoreOutputs], None]) -> int:
-        self._on_outputs = on_outputs
-        return 1
-
-    def unregister_client(self, client_index: int) -> None:
-        pass
-
-    def add_request(self, request: EngineCoreRequest, tensors: Any) -> None:
-        self.got.append((request, dict(tensors)))
-        output = EngineCoreOutput(request_id=request.request_id, finish_reason=FinishReason.LENGTH)
-        self._on_outputs(EngineCoreOutputs(outputs=(output,)))
+    def add_request(self, request: EngineCoreRequest, tensors: Any = NO_TENSORS) -> None:
+        super().add_request(request, dict(tensors))
+        self.emit(
+            EngineCoreOutput(request_id=request.request_id, finish_reason=FinishReason.LENGTH)
+        )
 
 
 def make_store(max_bytes: int = 64 * MIB, **kwargs: Any) -> tuple[TensorStore, CollectorRegistry]:
@@ -93,7 +81,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    engine = Engine()
+    engine = Engine(engine_info(WorkerRole.DECODE, vocab_size=100, modalities=("image",)))
     store, registry = make_store()
     server = RpcServer("127.0.0.1", 0, interceptors=[ReceiveGuard(lambda limit: None)])
     servicer = EngineCoreServicer(engine, tensors=store)  # type: ignore[arg-type]
@@ -140,17 +128,15 @@ async def test_a_request_gets_what_was_put(served: Served) -> None:
     await served.put(pb2.PutTensorRequest(ref=to_proto(REF)))
     assert puts(served.registry) == {"stored": 1, "held": 2}
     assert [_ async for _ in served.stub.Generate(generate(picture()), timeout=TIMEOUT_S)]
-    ((request, tensors),) = served.engine.got
+    ((request, tensors),) = served.engine.added
     assert tensors == {REF.content_hash: PIXELS}
     assert request.mm_features == (picture(),)
 
 
 async def test_a_request_whose_tensor_is_not_held_is_refused(served: Served) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "is not held here"):
         await served.stub.Generate(generate(picture()), timeout=TIMEOUT_S).read()
-    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "is not held here" in error.value.details()
-    assert not served.engine.got
+    assert not served.engine.added
     assert served.registry.get_sample_value("pdserve_tensors_missing_total") == 1
 
 
