@@ -16,25 +16,12 @@ from pdserve_common.validation import (
     validate_pooling_params,
     validate_sampling_params,
 )
+from support.engine_info import make_info
 
-INFO = types.EngineInfo(
-    engine_id="e",
-    epoch="f",
+INFO = make_info(
     role=types.WorkerRole.PREFILL,
-    model="m",
     max_model_len=12,
-    vocab_size=100,
-    eos_token_ids=(0,),
-    block_size=4,
-    num_blocks=5,
-    max_num_seqs=6,
-    max_num_batched_tokens=7,
-    dtype="float32",
-    kv_compatibility_hash="h",
     kv_transport="none",
-    determinism="exact",
-    numerics_id="n",
-    version="v",
     tasks=("embed",),
     embedding_size=64,
     pooling_type="last",

@@ -24,6 +24,7 @@ from pdserve_common.structured.accepted import (
     StructuralTags,
 )
 from pdserve_common.structured.formats import PATTERNS
+from support.samples import seeds
 from support.schema_cases import CASES, REFUSALS
 from support.schemas import Judge
 
@@ -35,6 +36,7 @@ def _params(**constraint: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**constraint)
 
 
+ANY_TEXT = {"type": "any_text"}
 AN_A = {"type": "const_string", "value": "a"}
 
 
@@ -271,26 +273,19 @@ def test_a_constraint_allows_what_it_says(
         (_tag({"type": "token", "token": -1}), "/format/token is -1, must be 0 to 2147483647"),
         (_tag({"type": "token", "token": 0.5}), "/format/token is a number, must be an integer"),
         (
-            _tag({"type": "repeat", "min": 3, "max": 2, "content": {"type": "any_text"}}),
+            _tag({"type": "repeat", "min": 3, "max": 2, "content": ANY_TEXT}),
             "/format repeats 3 to 2 times",
         ),
         (
-            _tag({"type": "repeat", "min": 0, "max": 1001, "content": {"type": "any_text"}}),
+            _tag({"type": "repeat", "min": 0, "max": 1001, "content": ANY_TEXT}),
             "/format/max is 1001, must be -1 to 1000",
         ),
         (
-            _tag(
-                {
-                    "type": "tag",
-                    "begin": {"type": "any_text"},
-                    "content": {"type": "any_text"},
-                    "end": "",
-                }
-            ),
+            _tag({"type": "tag", "begin": ANY_TEXT, "content": ANY_TEXT, "end": ""}),
             "/format begins or ends with no token",
         ),
         (
-            _tag({"type": "triggered_tags", "triggers": ["<"], "tags": [{"type": "any_text"}]}),
+            _tag({"type": "triggered_tags", "triggers": ["<"], "tags": [ANY_TEXT]}),
             "/format has tags that are no tag",
         ),
         (
@@ -298,9 +293,7 @@ def test_a_constraint_allows_what_it_says(
                 {
                     "type": "triggered_tags",
                     "triggers": ["<a", "<"],
-                    "tags": [
-                        {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "b"}
-                    ],
+                    "tags": [{"type": "tag", "begin": "<a>", "content": ANY_TEXT, "end": "b"}],
                 }
             ),
             "/format has a tag that begins with 2 of its triggers, must be 1",
@@ -392,9 +385,9 @@ def _nested(format: Any, levels: int) -> StructuredOutputsParams:
             64,
             "of 65 characters, at most 64",
         ),
-        (lambda n: _nested({"type": "any_text"}, n), 15, "is 17 levels deep, at most 16"),
+        (lambda n: _nested(ANY_TEXT, n), 15, "is 17 levels deep, at most 16"),
         (
-            lambda n: _tag({"type": "or", "elements": [{"type": "any_text"}] * n}),
+            lambda n: _tag({"type": "or", "elements": [ANY_TEXT] * n}),
             1023,
             "is format 1025, at most 1024",
         ),
@@ -527,7 +520,7 @@ class Hostile:
         return "".join(self._rng.choices(alphabet, k=self._rng.randint(0, 300)))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_hostile_texts_are_refused_or_small(seed: int) -> None:
     hostile = Hostile(seed)
     errors = [error for _ in range(250) if (error := _refusal(hostile.params())) is not None]

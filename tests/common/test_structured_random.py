@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import StructuredOutputsParams
-from support.samples import sampled
+from support.samples import sampled, seeds
 from support.schemas import Judge, RandomSchemas, closed, dump
 
 NUM_SCHEMAS = 60
@@ -44,7 +44,7 @@ CHARACTERS = "abfz09 -_.,!/^]{}\\\t'é"
 NUM_PATTERNS = 40
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_pattern_is_enforced_character_by_character(seed: int) -> None:
     rng, seen = random.Random(seed), Counter[bool]()
     for _ in range(NUM_PATTERNS):

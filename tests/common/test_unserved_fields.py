@@ -10,26 +10,9 @@ from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
 from pdserve_common.request_validation import validate_engine_core_request
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_sampling_params
+from support.engine_info import make_info
 
-INFO = types.EngineInfo(
-    engine_id="e",
-    epoch="f",
-    role=types.WorkerRole.DECODE,
-    model="m",
-    max_model_len=8,
-    vocab_size=100,
-    eos_token_ids=(0,),
-    block_size=4,
-    num_blocks=5,
-    max_num_seqs=6,
-    max_num_batched_tokens=7,
-    dtype="float32",
-    kv_compatibility_hash="h",
-    kv_transport="shm",
-    determinism="exact",
-    numerics_id="n",
-    version="v",
-)
+INFO = make_info()
 REQUEST = types.EngineCoreRequest(
     request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
 )

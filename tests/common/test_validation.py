@@ -12,11 +12,9 @@ from pdserve_common import wire
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import (
     EngineCoreRequest,
-    EngineInfo,
     KVPrefixSource,
     KVTransferParams,
     LogprobsLists,
-    WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.request_validation import validate_engine_core_request
@@ -37,27 +35,9 @@ from pdserve_common.validation import (
     validate_prompt_logprobs,
     validate_sampling_params,
 )
+from support.engine_info import make_info
 
-INFO = EngineInfo(
-    engine_id="e",
-    epoch="f",
-    role=WorkerRole.DECODE,
-    model="m",
-    max_model_len=8,
-    vocab_size=100,
-    eos_token_ids=(0,),
-    block_size=4,
-    num_blocks=5,
-    max_num_seqs=6,
-    max_num_batched_tokens=7,
-    dtype="float32",
-    kv_compatibility_hash="h",
-    kv_transport="shm",
-    determinism="exact",
-    numerics_id="n",
-    version="v",
-    logits_processors=("known",),
-)
+INFO = make_info(logits_processors=("known",))
 KNOWN = Capabilities.of(INFO)
 REQUEST = EngineCoreRequest(
     request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()

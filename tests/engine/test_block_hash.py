@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_common.block_hash import ROOT_HASH, has_same_prompt, hash_block
-from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec, TensorRef
+from pdserve_common.engine_types import MultiModalFeatureSpec, TensorRef
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request
+from support.requests import held_request
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 18
@@ -95,10 +95,9 @@ def place(features: Sequence[Fields]) -> tuple[MultiModalFeatureSpec, ...]:
 def make_request(request_id: str, fields: Fields) -> Request:
     prompt, embeds, embedded = fields["prompt"], fields["embeds"], fields["embedded"]
     has_mask = embeds is not None and embedded is not None
-    core = EngineCoreRequest(
-        request_id=request_id,
-        sampling_params=SamplingParams(),
-        prompt_token_ids=tuple(prompt),
+    return held_request(
+        request_id,
+        prompt,
         resume_output_token_ids=tuple(fields["output"]),
         cache_salt=fields["salt"],
         lora_request=None if fields["lora"] is None else LoRARequest(**fields["lora"]),
@@ -106,7 +105,6 @@ def make_request(request_id: str, fields: Fields) -> Request:
         prompt_embeds=None if embeds is None else TensorRef(**embeds),
         prompt_is_token_ids=tuple(i not in embedded for i in range(len(prompt)) if has_mask),
     )
-    return Request(core, max_model_len=1024, seed=0)
 
 
 def content_at(request: Request, position: int) -> tuple[object, ...]:

@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
@@ -31,8 +28,6 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import (
     VERBS,
     Call,
@@ -45,35 +40,24 @@ from pdserve_common.verbs import (
 )
 from pdserve_engine.clients import control as control_client
 from pdserve_engine.clients.inproc import InprocEngineClient
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.runner import control, model_source
 from pdserve_engine.runner.profiler import StepProfiler
+from support import engines
+from support.engines import LONG
 from support.steps import slowed_steps
 from support.waiting import until
 
 KV_MIB = 8
 PROMPT = tuple(range(2, 70))
-# So many tokens take seconds.
-LONG = 8000
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-async def load(model: Path, **fields: Any) -> InprocEngineClient:
-    settings: dict[str, Any] = {
-        "num_threads": 1,
-        "kv_connector": "none",
-        "kv_cache_memory_mib": KV_MIB,
-        "max_num_seqs": 2,
-    }
-    return await InprocEngineClient.load(
-        EngineConfig(model=str(model), **settings | fields),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
+def launched(model: Path, **fields: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    settings = {"kv_cache_memory_mib": KV_MIB, "max_num_seqs": 2, "engine_process": "inproc"}
+    return engines.launched(model, **{**settings, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +67,8 @@ def model(make_model: Callable[..., Path]) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path) -> AsyncIterator[InprocEngineClient]:
-    engine = await load(model)
-    yield engine
-    await engine.close()
+    async with launched(model) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -99,52 +82,14 @@ async def engine(shared: InprocEngineClient) -> AsyncIterator[InprocEngineClient
     await until(lambda: shared.stats().num_free_blocks == shared.stats().num_total_blocks)
 
 
-class Client:
-    """One front end and what it was told."""
+class Client(engines.Client):
+    """One front end, all of whose requests have one prompt."""
 
-    def __init__(self, engine: InprocEngineClient) -> None:
-        self.engine = engine
-        self.outputs: list[EngineCoreOutput] = []
-        self.index = engine.register_client(self._take)
+    def add(self, name: str, max_tokens: int = 4, **fields: Any) -> EngineCoreRequest:
+        return super().add(name, max_tokens, PROMPT, **fields)
 
-    def _take(self, message: EngineCoreOutputs) -> None:
-        self.outputs.extend(message.outputs)
-
-    def add(self, request_id: str, max_tokens: int = 4, deadline: float | None = None) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add_request(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=PROMPT,
-                sampling_params=params,
-                client_index=self.index,
-                deadline=deadline,
-            )
-        )
-
-    def tokens(self, request_id: str) -> list[int]:
-        mine = [output for output in self.outputs if output.request_id == request_id]
-        return [token for output in mine for token in output.new_token_ids]
-
-    def ends(self, request_id: str) -> list[EngineCoreOutput]:
-        return [o for o in self.outputs if o.request_id == request_id and o.finished]
-
-    async def end_of(self, request_id: str) -> EngineCoreOutput:
-        await until(lambda: self.ends(request_id))
-        (end,) = self.ends(request_id)
-        return end
-
-    async def run(self, request_id: str, max_tokens: int = 8) -> list[int]:
-        self.add(request_id, max_tokens)
-        assert (await self.end_of(request_id)).finish_reason is FinishReason.LENGTH
-        return self.tokens(request_id)
-
-    async def start(self, request_id: str, max_tokens: int = LONG) -> None:
-        self.add(request_id, max_tokens)
-        await until(lambda: self.tokens(request_id))
-
-    def abort(self, *request_ids: str) -> None:
-        self.engine.abort_requests(self.index, request_ids)
+    async def run(self, name: str, max_tokens: int = 8, **fields: Any) -> list[int]:
+        return await super().run(name, max_tokens, **fields)
 
 
 @pytest.fixture
@@ -182,8 +127,7 @@ async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: 
         pause = asyncio.create_task(client.engine.call(Pause(mode=PauseMode.WAIT)))
         await until(lambda: client.engine.state().is_paused)
     await pause
-    assert client.ends("a")
-    assert client.ends("b")
+    assert set(client.ended()) == {"a", "b"}
     await settle(client.engine)
     assert client.tokens("waits") == []
     assert client.engine.stats().num_waiting_reqs == 1
@@ -377,8 +321,7 @@ async def test_a_wake_up_without_memory_can_be_repeated(
 async def test_weights_that_changed_on_disk_do_not_wake_up(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    engine = await load(copy)
-    try:
+    async with launched(copy) as engine:
         client = Client(engine)
         expected = await client.run("before")
         await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
@@ -391,16 +334,13 @@ async def test_weights_that_changed_on_disk_do_not_wake_up(model: Path, tmp_path
         (copy / "config.json").write_text(config)
         await engine.call(WakeUp())
         assert await client.run("after") == expected
-    finally:
-        await engine.close()
 
 
 # ---- profiles
 
 
 async def test_a_profile_shows_the_models_operations(model: Path, tmp_path: Path) -> None:
-    engine = await load(model, profile_dir=str(tmp_path / "new"))
-    try:
+    async with launched(model, profile_dir=str(tmp_path / "new")) as engine:
         with pytest.raises(FailedPreconditionError, match="no profile is running"):
             await engine.call(Profile(start=False))
         assert await engine.call(Profile(start=True)) == ""
@@ -412,8 +352,6 @@ async def test_a_profile_shows_the_models_operations(model: Path, tmp_path: Path
         with gzip.open(path) as file:
             names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
         assert "aten::embedding" in names
-    finally:
-        await engine.close()
 
 
 async def test_a_profile_ends_after_some_steps_and_is_kept_until_it_is_asked_for(
@@ -435,11 +373,12 @@ async def test_a_profile_ends_after_some_steps_and_is_kept_until_it_is_asked_for
 
 async def test_a_profile_that_cannot_be_written_is_not_started(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    engine = await load(model, profile_dir=str(tmp_path / "file" / "below"))
-    with pytest.raises(FailedPreconditionError, match=r"cannot start a profile: .*Not a directory"):
-        await engine.call(Profile(start=True))
-    assert await Client(engine).run("a")
-    await engine.close()
+    async with launched(model, profile_dir=str(tmp_path / "file" / "below")) as engine:
+        with pytest.raises(
+            FailedPreconditionError, match=r"cannot start a profile: .*Not a directory"
+        ):
+            await engine.call(Profile(start=True))
+        assert await Client(engine).run("a")
 
 
 async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
@@ -454,50 +393,47 @@ async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
 
 
 async def test_a_drain_ends_a_pause_and_refuses_verbs(model: Path) -> None:
-    engine = await load(model)
-    client = Client(engine)
-    with slowed_steps():
-        await client.start("frozen", 60)
-        await engine.call(Pause(mode=PauseMode.KEEP))
-    client.add("waits")
-    handed_back = await asyncio.gather(engine.drain(60.0), engine.drain(60.0))
-    assert handed_back == [0, 0]
-    for request_id in ("frozen", "waits"):
-        assert (await client.end_of(request_id)).finish_reason is FinishReason.LENGTH
-    with pytest.raises(FailedPreconditionError, match="the worker is draining"):
-        await engine.call(Pause(mode=PauseMode.WAIT))
-    await engine.close()
+    async with launched(model) as engine:
+        client = Client(engine)
+        with slowed_steps():
+            await client.start("frozen", 60)
+            await engine.call(Pause(mode=PauseMode.KEEP))
+        client.add("waits")
+        handed_back = await asyncio.gather(engine.drain(60.0), engine.drain(60.0))
+        assert handed_back == [0, 0]
+        for request_id in ("frozen", "waits"):
+            assert (await client.end_of(request_id)).finish_reason is FinishReason.LENGTH
+        with pytest.raises(FailedPreconditionError, match="the worker is draining"):
+            await engine.call(Pause(mode=PauseMode.WAIT))
 
 
 async def test_a_drain_overtakes_a_pause_that_waits(model: Path) -> None:
-    engine = await load(model)
-    client = Client(engine)
-    with slowed_steps():
-        await client.start("a", 60)
-        client.add("b")
-        pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
-        await until(lambda: engine.state().is_paused)
-        drain = asyncio.create_task(engine.drain(60.0))
-        with pytest.raises(FailedPreconditionError, match="the worker is draining"):
-            await pause
-    assert await drain == 0
-    assert (await client.end_of("b")).finish_reason is FinishReason.LENGTH
-    await engine.close()
+    async with launched(model) as engine:
+        client = Client(engine)
+        with slowed_steps():
+            await client.start("a", 60)
+            client.add("b")
+            pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
+            await until(lambda: engine.state().is_paused)
+            drain = asyncio.create_task(engine.drain(60.0))
+            with pytest.raises(FailedPreconditionError, match="the worker is draining"):
+                await pause
+        assert await drain == 0
+        assert (await client.end_of("b")).finish_reason is FinishReason.LENGTH
 
 
 async def test_a_drain_hands_back_what_waits_for_a_sleeping_engine(model: Path) -> None:
-    engine = await load(model)
-    client = Client(engine)
-    await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
-    client.add("waits")
-    started = time.monotonic()
-    assert await engine.drain(1000.0) == 1
-    error = (await client.end_of("waits")).error
-    assert error is not None
-    assert error.code is ErrorCode.DRAINING
-    assert error.is_retryable
-    assert time.monotonic() - started < 100.0
-    await engine.close()
+    async with launched(model) as engine:
+        client = Client(engine)
+        await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
+        client.add("waits")
+        started = time.monotonic()
+        assert await engine.drain(1000.0) == 1
+        error = (await client.end_of("waits")).error
+        assert error is not None
+        assert error.code is ErrorCode.DRAINING
+        assert error.is_retryable
+        assert time.monotonic() - started < 100.0
 
 
 async def test_a_verb_under_way_when_the_engine_dies_says_so(
@@ -506,24 +442,22 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
     def fail(*args: object) -> None:
         raise RuntimeError("no more")
 
-    engine = await load(model)
-    client = Client(engine)
-    await client.start("a")
-    pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
-    await until(lambda: engine.state().is_paused)
-    monkeypatch.setattr(EngineCore, "step", fail)
-    with pytest.raises(EngineDeadError, match="no more"):
-        await pause
-    with pytest.raises(EngineDeadError, match="no more"):
-        await engine.call(Resume())
-    await engine.close()
+    async with launched(model) as engine:
+        client = Client(engine)
+        await client.start("a")
+        pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
+        await until(lambda: engine.state().is_paused)
+        monkeypatch.setattr(EngineCore, "step", fail)
+        with pytest.raises(EngineDeadError, match="no more"):
+            await pause
+        with pytest.raises(EngineDeadError, match="no more"):
+            await engine.call(Resume())
 
 
 async def test_steps_are_logged_on_request(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = await load(model, log_iterations=True)
-    with caplog.at_level(logging.INFO, logger="pdserve_engine.clients.inproc"):
-        await Client(engine).run("a", 3)
-    await engine.close()
+    async with launched(model, log_iterations=True) as engine:
+        with caplog.at_level(logging.INFO, logger="pdserve_engine.clients.inproc"):
+            await Client(engine).run("a", 3)
     steps = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
     assert len(steps) == 3
     assert f"{len(PROMPT)} tokens in " in steps[0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pdserve_engine.runner.draft_kv import DraftKV, Progress
+from support.samples import seeds
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
@@ -58,7 +59,7 @@ class Memory:
         self.kv.store(sequence.progress, block_ids, end, drafts)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_what_is_said_to_be_there_is_there(seed: int) -> None:
     memory = Memory(seed)
     rng = memory.random

@@ -7,31 +7,26 @@ import itertools
 import random
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineError,
     FinishReason,
     KVTransferParams,
-    LogprobsLists,
     PauseMode,
 )
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.verbs import Sleep, WakeUp
-from pdserve_engine.clients.launch import WorkerEngine, launch_engine
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.clients.launch import WorkerEngine
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.models.base import ForwardInputs
@@ -39,8 +34,10 @@ from pdserve_engine.models.config import ModelError
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.drafter import Drafter
+from support import engines, requests
+from support.answers import Answer, answers
 from support.drafts import compute_all_drafts, make_noisy_model
-from support.engines import Client, counted_drafts, linked
+from support.engines import Client, counted_drafts, linked, tokens_of
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.samples import sampled
 from support.steps import before_steps, loaded_part
@@ -86,35 +83,25 @@ def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_noisy_model(MODEL, tmp_path_factory.mktemp("noisy") / "model", noise=0.15)
 
 
-def config_of(draft_model: Path | None, **fields: Any) -> EngineConfig:
-    settings: dict[str, Any] = {
-        "model": str(MODEL),
-        "num_threads": 1,
-        "kv_connector": "none",
-        "num_blocks": 96,
-        "max_model_len": 160,
-        "max_num_seqs": 8,
-        "kv_watermark": 0.0,
-    }
-    if draft_model is not None:
-        settings |= {"speculation": "draft_model", "draft_model": str(draft_model)}
-    return EngineConfig(**settings | fields)
+SETTINGS: dict[str, Any] = {
+    "num_blocks": 96,
+    "max_model_len": 160,
+    "max_num_seqs": 8,
+    "kv_watermark": 0.0,
+}
+
+
+def settings_of(draft_model: Path | None, **fields: Any) -> dict[str, Any]:
+    drafts = {"speculation": "draft_model", "draft_model": str(draft_model)}
+    return {**SETTINGS, **(drafts if draft_model is not None else {}), **fields}
 
 
 @contextmanager
-def loaded(draft_model: Path | None, **fields: Any) -> Iterator[LoadedEngine]:
-    engine = load_engine(
-        config_of(draft_model, **fields),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
-    if draft_model is not None:
-        compute_all_drafts(engine.core.scheduler)
-    try:
+def loaded(draft_model: Path | None, model: Path = MODEL, **fields: Any) -> Iterator[LoadedEngine]:
+    with engines.loaded(model, **settings_of(draft_model, **fields)) as engine:
+        if draft_model is not None:
+            compute_all_drafts(engine.core.scheduler)
         yield engine
-    finally:
-        engine.close()
 
 
 def drafter_of(engine: LoadedEngine) -> Drafter:
@@ -124,59 +111,13 @@ def drafter_of(engine: LoadedEngine) -> Drafter:
     return drafter
 
 
-class Answer(NamedTuple):
-    """All that a client sees of a request."""
-
-    token_ids: tuple[int, ...]
-    logprobs: LogprobsLists
-    prompt_logprobs: LogprobsLists
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    error: EngineError | None
-
-    @classmethod
-    def of(cls, outputs: Sequence[EngineCoreOutput]) -> "Answer":
-        logprobs = (output.new_logprobs for output in outputs)
-        prompt_logprobs = (output.new_prompt_logprobs for output in outputs)
-        return cls(
-            tuple(token_id for output in outputs for token_id in output.new_token_ids),
-            LogprobsLists.join(lists for lists in logprobs if lists is not None),
-            LogprobsLists.join(lists for lists in prompt_logprobs if lists is not None),
-            outputs[-1].finish_reason,
-            outputs[-1].stop_reason,
-            outputs[-1].error,
-        )
-
-
-def answers(
-    engine: LoadedEngine, requests: Sequence[EngineCoreRequest], *, at_once: int = 1000
-) -> dict[str, Answer]:
-    """Run requests to their ends; so many come with each step."""
-    core, left, outputs = engine.core, list(requests), {}
-    while left or core.scheduler.has_requests():
-        for request in left[:at_once]:
-            core.add_request(request)
-        del left[:at_once]
-        if not core.has_work():
-            time.sleep(0.001)  # grammars are being compiled
-        for some in (core.step() if core.has_work() else core.poll()).outputs.values():
-            for output in some:
-                outputs.setdefault(output.request_id, []).append(output)
-    kv = engine.core.scheduler.kv
-    kv.check_integrity()
-    assert kv.block_pool.num_free_blocks == kv.block_pool.num_blocks
-    return {name: Answer.of(some) for name, some in outputs.items()}
-
-
 def make_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     rng = random.Random(f"{length} {seed}")
     return tuple(rng.randrange(300, VOCAB_SIZE) for _ in range(length))
 
 
 def make_request(name: str, prompt: Sequence[int], params: SamplingParams) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=name, prompt_token_ids=tuple(prompt), sampling_params=params, eos_token_id=EOS
-    )
+    return requests.make_request(name, prompt, params, eos_token_id=EOS)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -411,8 +352,8 @@ async def test_d_computes_what_it_waits_for_and_drafts_from_the_start() -> None:
         assert not step.num_scheduled_tokens or is_computed.wait(60.0)
 
     async with (
-        launched("prefill", "p0", MODEL, **PAIR) as p,
-        launched("decode", "d0", MODEL, **PAIR) as d,
+        launched("prefill", MODEL, **PAIR) as p,
+        launched("decode", MODEL, **PAIR) as d,
         linked(p, d) as port,
     ):
         costs = step_costs(loaded_part(d))
@@ -441,8 +382,8 @@ async def test_no_draft_of_a_d_changes_what_its_clients_see(
         and request.fork_of is None
     ][:60]
     async with (
-        launched("prefill", "p0", noisy_model, **PAIR) as p,
-        launched("decode", "d0", noisy_model, num_blocks=40, **PAIR) as d,
+        launched("prefill", noisy_model, **PAIR) as p,
+        launched("decode", noisy_model, num_blocks=40, **PAIR) as d,
         linked(p, d) as port,
     ):
         on_p, on_d = Client(p), Client(d)
@@ -459,9 +400,9 @@ async def hand_over(
     request: EngineCoreRequest, on_p: Client, on_d: Client, port: int
 ) -> list[EngineCoreOutput]:
     """Return what D brings of a request."""
-    on_d.add(replace(request, kv_transfer_params=replace(ON_D, remote_port=port)))
-    on_p.add(replace(request, kv_transfer_params=ON_P))
-    return await on_d.outputs(request.request_id)
+    on_d.send(replace(request, kv_transfer_params=replace(ON_D, remote_port=port)))
+    on_p.send(replace(request, kv_transfer_params=ON_P))
+    return await on_d.answer(request.request_id)
 
 
 def batches(
@@ -499,21 +440,12 @@ ON_D = KVTransferParams(
 
 
 @asynccontextmanager
-async def launched(
-    role: Role, engine_id: str, draft_model: Path, **fields: Any
-) -> AsyncIterator[WorkerEngine]:
-    engine = await launch_engine(
-        config_of(draft_model, **{"max_model_len": 256, **fields}),
-        role=role,
-        engine_id=engine_id,
-        registry=CollectorRegistry(),
-    )
-    if role == "decode":
-        compute_all_drafts(loaded_part(engine).core.scheduler)
-    try:
+async def launched(role: Role, draft_model: Path, **fields: Any) -> AsyncIterator[WorkerEngine]:
+    settings = settings_of(draft_model, **{"max_model_len": 256, **fields})
+    async with engines.launched(MODEL, role, **settings) as engine:
+        if role == "decode":
+            compute_all_drafts(loaded_part(engine).core.scheduler)
         yield engine
-    finally:
-        await engine.close()
 
 
 # ---- memory
@@ -524,12 +456,12 @@ async def test_a_sleep_gives_its_memory_back(level: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     # 64 MiB of KV, and as much of the draft model.
     fields = {"engine_process": "inproc", "num_blocks": 2048}
-    async with launched("decode", "d0", MODEL, **fields) as engine:
+    async with launched("decode", MODEL, **fields) as engine:
         client, seen = Client(engine), set()
         for attempt in range(3):
             with counted_drafts() as counts:
-                client.add(make_request(f"{attempt}", make_prompt(70), params))
-                seen.add(tuple(await client.tokens(f"{attempt}")))
+                client.send(make_request(f"{attempt}", make_prompt(70), params))
+                seen.add(tuple(tokens_of(await client.answer(f"{attempt}"))))
             assert counts["accepted"] >= 0.99 * counts["drafts"] > 0
             assert await engine.call(Sleep(level=level)) > 120 * MIB
             await engine.call(WakeUp(tags=("weights",)))
@@ -555,23 +487,23 @@ async def test_a_sleep_in_mid_traffic_changes_no_answer(
     """Requests that an abort ends come again; those that had waited go on by themselves."""
     fields = {"engine_process": "inproc", "max_model_len": 160, "max_num_seqs": 3}
     requests = {each.request_id: each for each in asked[:30]}
-    async with launched("decode", "d0", noisy_model, **fields) as engine:
+    async with launched("decode", noisy_model, **fields) as engine:
         client = Client(engine)
         with counted_drafts() as counts:
             for request in requests.values():
-                client.add(request)
+                client.send(request)
             await until(lambda: counts["accepted"] > 0)
             await engine.call(Sleep(level=level, mode=mode))
         with counted_drafts() as counts:
             await engine.call(WakeUp())
-            found = {name: Answer.of(await client.outputs(name)) for name in requests}
+            found = {name: Answer.of(await client.answer(name)) for name in requests}
             aborted = [n for n in found if found[n].finish_reason is FinishReason.ABORT]
             for name in aborted:
                 again = f"{name}-again"
-                client.add(replace(requests[name], request_id=again))
+                client.send(replace(requests[name], request_id=again))
                 token_ids = found[name].token_ids
                 assert token_ids == expected[name].token_ids[: len(token_ids)], name
-                found[name] = Answer.of(await client.outputs(again))
+                found[name] = Answer.of(await client.answer(again))
         assert bool(aborted) == (mode is PauseMode.ABORT)
         assert counts["accepted"] > 0, "it goes on"
     for name, answer in found.items():
@@ -675,5 +607,5 @@ def test_another_tokenizer_is_refused(make_model: Callable[..., Path], tmp_path:
 def test_a_model_with_windows_has_no_draft_model(make_model: Callable[..., Path]) -> None:
     target = make_model("MistralForCausalLM", sliding_window=32)
     refusal = r"speculation is draft_model: model has sliding windows \(32 tokens\)"
-    with pytest.raises(ModelError, match=refusal), loaded(make_model(), model=str(target)):
+    with pytest.raises(ModelError, match=refusal), loaded(make_model(), target):
         pass

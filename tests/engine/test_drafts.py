@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from pdserve_common.block_hash import extend_block_hashes
-from pdserve_common.engine_types import DraftStats, EngineCoreRequest, FinishReason
+from pdserve_common.engine_types import DraftStats, FinishReason
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.step_plan import DECODE, StepPlan
 from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
+from support.requests import held_request
 from support.scripted_engine import BLOCK_SIZE, ON_P, Engine, ScriptedProducer, expected
 
 PROMPT = [5] * 6
@@ -277,7 +278,7 @@ def test_costs_are_those_of_steps_without_prompts_and_without_a_draft_model_s_pa
     drafts, costs = make_engine().scheduler._drafts, RecordedCosts()
     assert drafts is not None
     drafts._costs = costs
-    a, b = make_request("a"), make_request("b")
+    a, b = held_request("a"), held_request("b")
     output = ModelRunnerOutput(draft_token_ids={"a": (1, 2, 3), "b": (4,)}, drafting_s=0.5)
     step = {a: ScheduledTokens(4, 4, "draft_model"), b: DECODE}
     drafts.observe_step(step, output, 2.0)
@@ -326,7 +327,7 @@ def test_a_draft_model_guesses_for_rows_that_no_request_needs() -> None:
             return {}
 
     drafts._lengths = Lengths(StepCosts(), random.Random(0))
-    a, b, c = map(make_request, "abc")
+    a, b, c = map(held_request, "abc")
     plan = StepPlan(token_budget=4)
     plan.scheduled = {a: DECODE, b: ScheduledTokens(4, 0), c: ScheduledTokens(7, 1)}
     drafts.choose_guesses({a: 3}, plan)
@@ -343,10 +344,3 @@ class RecordedCosts(StepCosts):
 
     def observe_guesses(self, num_requests: int, num_drafts: int, duration_s: float) -> None:
         self.seen.append(("guesses", num_requests, num_drafts, duration_s))
-
-
-def make_request(name: str) -> Request:
-    core_request = EngineCoreRequest(
-        request_id=name, prompt_token_ids=tuple(PROMPT), sampling_params=SamplingParams()
-    )
-    return Request(core_request, max_model_len=64, seed=0)

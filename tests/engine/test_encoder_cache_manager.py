@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec, TensorRef
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.engine_types import MultiModalFeatureSpec, TensorRef
 from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import CachedRequestData, SchedulerOutput
+from support.requests import held_request
 
 # By its identifier how many tokens a picture has.
 LENGTHS = {"a": 1, "b": 3, "c": 4, "d": 4, "e": 6}
@@ -32,14 +32,8 @@ def make_request(request_id: str, layout: str, *, held: str = "abcde") -> Reques
                 )
             )
         position += length
-    core_request = EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=(0,) * position,
-        sampling_params=SamplingParams(),
-        mm_features=tuple(features),
-    )
     tensors = {sign.encode(): sign.encode() for sign in held}
-    return Request(core_request, max_model_len=1000, seed=0, tensors=tensors)
+    return held_request(request_id, (0,) * position, mm_features=tuple(features), tensors=tensors)
 
 
 class World:

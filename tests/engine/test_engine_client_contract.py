@@ -20,9 +20,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
     ErrorCode,
     FinishReason,
     PauseMode,
@@ -42,15 +39,14 @@ from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.runner.rank import Rank
+from support.engines import LONG, Client, launched, until_idle
 from support.grammars import EOS, MODEL
 from support.metrics import samples_of
+from support.requests import PROMPT
 from support.scripted_engine import apply_events
 from support.waiting import until
 
-PROMPT = (5, 6, 7)
 MAX_MODEL_LEN = 8192
-# So many tokens take seconds.
-LONG = 8000
 MAX_NUM_SEQS = 4
 KINDS = ("inproc", "subprocess")
 
@@ -61,26 +57,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 def start(make_model: Callable[..., Path]) -> Callable[..., Any]:
     """start(kind) -> an async context manager with a loaded engine."""
 
-    @contextlib.asynccontextmanager
-    async def start(
+    def start(
         kind: str, registry: CollectorRegistry | None = None, model: Path | None = None
-    ) -> AsyncIterator[WorkerEngine]:
-        config = EngineConfig(
-            model=str(model or make_model(max_position_embeddings=MAX_MODEL_LEN)),
+    ) -> contextlib.AbstractAsyncContextManager[WorkerEngine]:
+        return launched(
+            model or make_model(max_position_embeddings=MAX_MODEL_LEN),
+            registry=registry,
             dtype="float32",
-            num_threads=1,
-            kv_connector="none",
             kv_cache_memory_mib=8,
             max_num_seqs=MAX_NUM_SEQS,
-            engine_process=kind,  # type: ignore[arg-type]
+            engine_process=kind,
         )
-        engine = await launch_engine(
-            config, role="decode", engine_id="d", registry=registry or CollectorRegistry()
-        )
-        try:
-            yield engine
-        finally:
-            await engine.close()
 
     return start
 
@@ -104,56 +91,11 @@ async def engine(
         yield engine
 
 
-class Client:
-    """One front end and what it was told."""
-
-    def __init__(self, engine: WorkerEngine) -> None:
-        self.engine = engine
-        self.messages: list[EngineCoreOutputs] = []
-        self.index = engine.register_client(self.messages.append)
-
-    def add(self, request_id: str, max_tokens: int = 4, **fields: Any) -> EngineCoreRequest:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=fields.pop("prompt", PROMPT),
-            sampling_params=fields.pop("params", params),
-            client_index=self.index,
-            **fields,
-        )
-        self.engine.add_request(request)
-        return request
-
-    def outputs(self, request_id: str | None = None) -> list[EngineCoreOutput]:
-        outputs = [output for message in self.messages for output in message.outputs]
-        return [o for o in outputs if request_id in (None, o.request_id)]
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [t for output in self.outputs(request_id) for t in output.new_token_ids]
-
-    def ended(self) -> list[str]:
-        """In the order in which they ended."""
-        return [output.request_id for output in self.outputs() if output.finished]
-
-    async def end_of(self, request_id: str) -> EngineCoreOutput:
-        await until(lambda: request_id in self.ended())
-        (end,) = [output for output in self.outputs(request_id) if output.finished]
-        return end
-
-    async def finish_reason(self, request_id: str) -> FinishReason | None:
-        return (await self.end_of(request_id)).finish_reason
-
-
 @pytest.fixture
 def client(engine: WorkerEngine) -> Iterator[Client]:
     client = Client(engine)
     yield client
-    engine.unregister_client(client.index)
-
-
-async def until_idle(engine: WorkerEngine) -> None:
-    await until(lambda: engine.stats().num_free_blocks == engine.stats().num_total_blocks)
-    assert engine.stats().num_running_reqs == engine.stats().num_waiting_reqs == 0
+    client.close()
 
 
 def kill(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -189,7 +131,7 @@ async def test_probes_are_answered_beside_a_full_batch(client: Client) -> None:
 
 async def test_the_info_tells_what_is_served(engine: WorkerEngine) -> None:
     info = engine.info
-    assert info.engine_id == "d"
+    assert info.engine_id == "d0"
     assert info.max_model_len == MAX_MODEL_LEN
     assert info.max_num_seqs == MAX_NUM_SEQS
     assert info.num_blocks == engine.stats().num_total_blocks > 0
@@ -259,7 +201,7 @@ async def test_each_front_end_gets_its_own_outputs(engine: WorkerEngine) -> None
     for number, client in enumerate(clients):
         assert await client.finish_reason(f"own-{number}") == FinishReason.LENGTH
         assert {output.request_id for output in client.outputs()} == {f"own-{number}"}
-        engine.unregister_client(client.index)
+        client.close()
 
 
 async def test_an_id_in_use_is_refused(engine: WorkerEngine, client: Client) -> None:
@@ -296,8 +238,7 @@ async def test_a_higher_attempt_supersedes_the_one_that_runs(
     client.add("reference", max_tokens=40)
     await client.end_of("reference")
     wanted = client.tokens("reference")
-    client.add("again", max_tokens=LONG)
-    await until(lambda: client.tokens("again"))
+    await client.start("again")
     client.add("again", max_tokens=40, attempt=2, resume_output_token_ids=tuple(wanted[:7]))
     num_before = len(client.outputs("again"))
     end = await client.end_of("again")
@@ -329,20 +270,20 @@ async def test_a_front_end_cannot_supersede_anothers_request(
     with pytest.raises(InvalidRequestError, match="'owned' is running already"):
         other.add("owned", attempt=1)
     assert await client.finish_reason("owned") == FinishReason.LENGTH
-    engine.unregister_client(other.index)
+    other.close()
 
 
 async def test_a_front_end_that_comes_back_supersedes_what_it_had(engine: WorkerEngine) -> None:
     """Its next attempts may come before the engine has ended those that were aborted with it."""
     before, after = Client(engine), Client(engine)
     before.add("back", max_tokens=40)
-    engine.unregister_client(before.index)
+    before.close()
     with pytest.raises(InvalidRequestError, match="'back' is running already"):
         after.add("back", attempt=0)
     after.add("back", max_tokens=3, attempt=1)
     end = await after.end_of("back")
     assert (end.attempt, end.finish_reason) == (1, FinishReason.LENGTH)
-    engine.unregister_client(after.index)
+    after.close()
     await until_idle(engine)
 
 
@@ -361,17 +302,16 @@ async def test_an_attempt_that_ends_late_does_not_end_the_next(
         other = Client(engine)
         other.add(name, max_tokens=1)  # the id is free again
         assert await other.finish_reason(name) == FinishReason.LENGTH
-        engine.unregister_client(other.index)
+        other.close()
     await until_idle(engine)
 
 
 async def test_an_abort_after_superseding_ends_the_higher_attempt(
     engine: WorkerEngine, client: Client
 ) -> None:
-    client.add("both", max_tokens=LONG)
-    await until(lambda: client.tokens("both"))
+    await client.start("both")
     client.add("both", max_tokens=LONG, attempt=1)
-    engine.abort_requests(client.index, ["both"])
+    client.abort("both")
     end = await client.end_of("both")
     assert (end.attempt, end.finish_reason) == (1, FinishReason.ABORT)
     await until_idle(engine)
@@ -403,7 +343,7 @@ async def test_a_front_end_cannot_abort_anothers_request(
     client.add("mine", max_tokens=40)
     engine.abort_requests(other.index, ["mine"])
     assert await client.finish_reason("mine") == FinishReason.LENGTH
-    engine.unregister_client(other.index)
+    other.close()
 
 
 async def test_an_id_can_be_used_again_after_an_abort_that_came_too_late(
@@ -413,7 +353,7 @@ async def test_an_id_can_be_used_again_after_an_abort_that_came_too_late(
         client.messages.clear()
         client.add("again", max_tokens=1)
         await client.end_of("again")
-        engine.abort_requests(client.index, ["again"])
+        client.abort("again")
         client.messages.clear()
         client.add("again", max_tokens=3)
         assert await client.finish_reason("again") == FinishReason.LENGTH
@@ -423,14 +363,14 @@ async def test_a_front_end_that_leaves_takes_its_requests_along(engine: WorkerEn
     client = Client(engine)
     client.add("left", max_tokens=LONG)
     await until(lambda: client.messages)
-    engine.unregister_client(client.index)
+    client.close()
     num_messages = len(client.messages)
     await until_idle(engine)
     assert len(client.messages) == num_messages
     other = Client(engine)
     other.add("left")
     assert await other.finish_reason("left") == FinishReason.LENGTH
-    engine.unregister_client(other.index)
+    other.close()
 
 
 # ---- what is told of the engine
@@ -490,8 +430,7 @@ async def test_metrics_are_those_of_the_engine(
 
 
 async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client: Client) -> None:
-    client.add("frozen", max_tokens=LONG)
-    await until(lambda: client.tokens("frozen"))
+    await client.start("frozen")
     await engine.call(Pause(mode=PauseMode.KEEP))
     assert engine.state() == EngineState(is_paused=True)
     num_tokens = len(client.tokens("frozen"))
@@ -500,7 +439,7 @@ async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client:
     await engine.call(Resume())
     assert engine.state() == EngineState()
     await until(lambda: len(client.tokens("frozen")) > num_tokens)
-    engine.abort_requests(client.index, ["frozen"])
+    client.abort("frozen")
     assert await client.finish_reason("frozen") == FinishReason.ABORT
 
 
@@ -517,12 +456,11 @@ async def test_a_verb_that_does_not_suit_the_state_is_a_typed_error(engine: Work
 
 
 async def test_a_verb_whose_caller_gives_up_is_undone(engine: WorkerEngine, client: Client) -> None:
-    client.add("long", max_tokens=LONG)
-    await until(lambda: client.tokens("long"))  # a pause does not wait for requests that wait
+    await client.start("long")  # a pause does not wait for requests that wait
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(engine.call(Pause(mode=PauseMode.WAIT)), 0.2)
     await until(lambda: engine.state() == EngineState())
-    engine.abort_requests(client.index, ["long"])
+    client.abort("long")
     assert await client.finish_reason("long") == FinishReason.ABORT
     client.add("after")
     assert await client.finish_reason("after") == FinishReason.LENGTH
@@ -657,8 +595,7 @@ async def test_closing_gives_everything_back_and_may_be_repeated(
     before = held()
     async with start(kind) as engine:
         client = Client(engine)
-        client.add("a", max_tokens=LONG)
-        await until(lambda: client.tokens("a"))
+        await client.start("a")
         assert held() - before
         await engine.close()
         assert not engine.is_alive()

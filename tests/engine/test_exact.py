@@ -7,20 +7,17 @@ running it alone, in one step after the other, with its prompt whole.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
+from support.engines import load, run_to_end, tokens_of
+from support.requests import make_request
 from support.samples import sampled
 
 pytestmark = pytest.mark.slow
@@ -102,45 +99,18 @@ class Runner:
             "async_scheduling": False,
             **overrides,
         }
-        config = EngineConfig(
-            model=str(model_dir),
-            dtype=dtype,  # type: ignore[arg-type]
-            kv_connector="none",
-            **settings,  # type: ignore[arg-type]
-        )
-        self.engine: LoadedEngine = load_engine(
-            config,
-            role="decode",
-            engine_id="exact",
-            metrics=KVTransferMetrics(CollectorRegistry()),
-        )
+        self.engine = load(model_dir, dtype=dtype, **settings)
         self.core = self.engine.core
         # Of drafts.
         self.num_accepted_tokens = 0
 
-    def add(
-        self, name: str, prompt: tuple[int, ...], params: SamplingParams, **fields: Any
-    ) -> None:
-        self.core.add_request(
-            EngineCoreRequest(
-                request_id=name, prompt_token_ids=prompt, sampling_params=params, **fields
-            )
-        )
-
-    def run(self) -> dict[str, list[int]]:
-        tokens: dict[str, list[int]] = {}
-        while self.core.has_work():
-            for outputs in self.core.step().outputs.values():
-                for output in outputs:
-                    assert output.error is None, output.error
-                    for drafts in output.draft_stats:
-                        self.num_accepted_tokens += drafts.num_accepted_tokens
-                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-        return tokens
-
-    def close(self) -> None:
-        self.core.close()
-        self.engine.close()
+    def run(self, requests: Iterable[EngineCoreRequest]) -> dict[str, list[int]]:
+        """Return the tokens of all, which come at once."""
+        found = run_to_end(self.core, requests)
+        for output in (each for outputs in found.values() for each in outputs):
+            for drafts in output.draft_stats:
+                self.num_accepted_tokens += drafts.num_accepted_tokens
+        return {name: tokens_of(outputs) for name, outputs in found.items()}
 
 
 def make_prompt(length: int) -> tuple[int, ...]:
@@ -152,10 +122,12 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return dataclasses.replace(params, seed=seed % 2**64, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 
-def requests() -> Iterator[tuple[str, tuple[int, ...], SamplingParams]]:
-    for length in PROMPT_LENS:
-        for kind, params in PARAMS.items():
-            yield f"{length}-{kind}", make_prompt(length), with_seed(params, SEED + length)
+def requests() -> list[EngineCoreRequest]:
+    return [
+        make_request(f"{length}-{kind}", make_prompt(length), with_seed(params, SEED + length))
+        for length in PROMPT_LENS
+        for kind, params in PARAMS.items()
+    ]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -195,10 +167,9 @@ def alone(start: Callable[..., Runner]) -> Callable[[int], dict[str, list[int]]]
             num_blocks=NUM_BLOCKS * BLOCK_SIZE // block_size,
         )
         tokens: dict[str, list[int]] = {}
-        for name, prompt, params in requests():
-            runner.add(name, prompt, params)
-            tokens |= runner.run()
-        runner.close()
+        for request in requests():
+            tokens |= runner.run([request])
+        runner.engine.close()
         assert all(len(ids) == NUM_OUTPUT for ids in tokens.values())
         assert tokens["70-greedy"] != tokens["70-sampled"] != tokens["70-penalized"]
         return tokens
@@ -221,35 +192,32 @@ def test_tokens_are_bit_identical(
     is_tight = "preempted" in way
     expected = alone(SMALL_BLOCK_SIZE if is_tight else BLOCK_SIZE)
     runner = start(**WAYS[way])
-    for name, prompt, params in requests():
+    predicted = []
+    for request in requests():
+        tokens = expected[request.request_id]
         # Of use with drafts alone.
-        prediction = [*expected[name][:4], 7, *expected[name][5:]]
-        runner.add(name, prompt, params, prediction_token_ids=tuple(prediction))
-    assert runner.run() == expected
+        prediction = (*tokens[:4], 7, *tokens[5:])
+        predicted.append(dataclasses.replace(request, prediction_token_ids=prediction))
+    assert runner.run(predicted) == expected
     assert (runner.num_accepted_tokens > 0) == ("drafts" in way)
     # Again, in other company; prompts are cached now, where there is a cache.
-    for name, prompt, params in reversed(list(requests())):
-        runner.add(name, prompt, params)
-    assert runner.run() == expected
+    assert runner.run(reversed(requests())) == expected
     assert (runner.core.scheduler.num_preemptions > 0) == is_tight
-    runner.close()
+    runner.engine.close()
 
 
 @pytest.mark.skipif(
     not name_of(select(torch.device("cpu"))).startswith("cpu/"), reason="needs compiled kernels"
 )
 @pytest.mark.parametrize("dtype", ["bfloat16"], scope="module")  # fp32 has no kernels of its own
-@pytest.mark.parametrize("num_threads", [1, 2])
 def test_tokens_of_bf16_do_not_depend_on_the_number_of_threads(
-    num_threads: int, dtype: str, start: Callable[..., Runner], alone: Callable[..., object]
+    dtype: str, start: Callable[..., Runner], alone: Callable[..., object]
 ) -> None:
     expected, before = alone(BLOCK_SIZE), torch.get_num_threads()
     try:
-        runner = start(num_threads=num_threads)
-        for name, prompt, params in requests():
-            runner.add(name, prompt, params)
-        assert runner.run() == expected
-        runner.close()
+        runner = start(num_threads=2)
+        assert runner.run(requests()) == expected
+        runner.engine.close()
     finally:
         torch.set_num_threads(before)
 
@@ -264,14 +232,12 @@ def test_branches_are_requests_with_the_derived_seeds(
     prompt = make_prompt(70)
     branches = [with_seed(PARAMS[kind], SEED + index) for index in range(4)]
     runner = start(enable_prefix_caching=enable_prefix_caching, async_scheduling=True)
-    for index, params in enumerate(branches):
-        fields = {"fork_of": "0"} if index else {}
-        runner.add(str(index), prompt, params, **fields)
-    forked = runner.run()
+    asked = [make_request(str(index), prompt, params) for index, params in enumerate(branches)]
+    forks = [dataclasses.replace(request, fork_of="0") for request in asked[1:]]
+    forked = runner.run([asked[0], *forks])
     separate: dict[str, list[int]] = {}
-    for index, params in enumerate(branches):
-        runner.add(str(index), prompt, params)
-        separate |= runner.run()
+    for request in asked:
+        separate |= runner.run([request])
     assert forked == separate
     assert len({tuple(ids) for ids in forked.values()}) == (1 if kind == "greedy" else 4)
-    runner.close()
+    runner.engine.close()

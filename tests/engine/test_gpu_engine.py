@@ -7,28 +7,27 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import Sleep, WakeUp
-from pdserve_engine.clients.launch import WorkerEngine, launch_engine
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
-from pdserve_engine.config import EngineConfig
+from pdserve_engine.clients.launch import WorkerEngine
+from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_engine.config import Role
 from pdserve_engine.kv.memory import release_unused, used_bytes
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_kernels import select
+from support import engines, requests
 from support.adapters import merged_greedy, write_adapter
 from support.drafts import compute_all_drafts
-from support.engines import Client, linked
+from support.engines import Client, linked, tokens_of
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
 from support.steps import before_steps
@@ -224,43 +223,25 @@ def recorded(owner: Any, name: str) -> list[Any]:
 # ---- engines
 
 
-def config_of(model: Path, **fields: Any) -> EngineConfig:
-    settings = {
-        "model": str(model),
+def settings_of(**fields: Any) -> dict[str, Any]:
+    return {
         "device": DEVICE.type,
         "dtype": "float32",
         "num_threads": 0 if IS_CUDA else 1,
-        "kv_connector": "none",
         "num_blocks": 256,
         "max_model_len": 512,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
-    } | fields
-    return EngineConfig(**settings)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def loaded(model: Path, **fields: Any) -> Iterator[LoadedEngine]:
-    engine = load_engine(
-        config_of(model, **fields),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def greedy_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        sampling_params=params,
         **fields,
-    )
+    }
+
+
+def loaded(model: Path, **fields: Any) -> contextlib.AbstractContextManager[LoadedEngine]:
+    return engines.loaded(model, **settings_of(**fields))
+
+
+def greedy_request(name: str, prompt: Sequence[int], **fields: Any) -> EngineCoreRequest:
+    return requests.make_request(name, prompt, requests.greedy(NUM_TOKENS), **fields)
 
 
 def generate(
@@ -272,18 +253,14 @@ def generate(
     """Return what it says to each prompt, with these adapters in turn; without parameters
     greedily.
     """
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for name, prompt, lora in zip(tokens, prompts, itertools.cycle(loras), strict=False):
-        request = greedy_request(name, prompt, lora_request=lora)
+    asked = []
+    for name, (prompt, lora) in enumerate(zip(prompts, itertools.cycle(loras), strict=False)):
+        request = greedy_request(str(name), prompt, lora_request=lora)
         if params is not None:
             request = dataclasses.replace(request, sampling_params=params)
-        engine.core.add_request(request)
-    while engine.core.has_work():
-        for outputs in engine.core.step().outputs.values():
-            for output in outputs:
-                assert output.error is None, output.error
-                tokens[output.request_id].extend(output.new_token_ids)
-    return list(tokens.values())
+        asked.append(request)
+    found = engines.generate(engine.core, asked)
+    return [found[request.request_id] for request in asked]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -430,17 +407,10 @@ def test_the_pool_leaves_room_for_the_largest_step(make_model: Callable[..., Pat
 # ---- clients
 
 
-@contextlib.asynccontextmanager
-async def launched(
-    model: Path, *, role: Any = "decode", engine_id: str = "d0", **fields: Any
-) -> AsyncIterator[WorkerEngine]:
-    engine = await launch_engine(
-        config_of(model, **fields), role=role, engine_id=engine_id, registry=CollectorRegistry()
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
+def launched(
+    model: Path, role: Role = "decode", **fields: Any
+) -> contextlib.AbstractAsyncContextManager[WorkerEngine]:
+    return engines.launched(model, role, **settings_of(**fields))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -453,8 +423,10 @@ async def test_an_engine_that_has_slept_says_the_same(
         client = Client(engine)
         for attempt in range(3):
             request_id = f"r{attempt}"
-            client.add(greedy_request(request_id, prompt))
-            assert await client.tokens(request_id) == hf_greedy(folder, prompt, NUM_TOKENS)
+            client.send(greedy_request(request_id, prompt))
+            assert tokens_of(await client.answer(request_id)) == hf_greedy(
+                folder, prompt, NUM_TOKENS
+            )
             num_bytes = await engine.call(Sleep(level=level))
             assert num_bytes > 60 * MIB or not IS_CUDA
             await engine.call(WakeUp())
@@ -466,8 +438,8 @@ async def test_an_engine_in_its_own_process_serves(
     folder, prompt = make_model(), make_prompt(90)
     async with launched(folder, engine_process="subprocess") as engine:
         client = Client(engine)
-        client.add(greedy_request("a", prompt))
-        assert await client.tokens("a") == hf_greedy(folder, prompt, NUM_TOKENS)
+        client.send(greedy_request("a", prompt))
+        assert tokens_of(await client.answer("a")) == hf_greedy(folder, prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -484,8 +456,8 @@ async def test_p_hands_over_to_d_from_gpu_memory_to_gpu_memory(
     folder = make_model(architecture, **overrides)
     fields = {"engine_process": "subprocess", "kv_connector": "nixl"}
     async with (
-        launched(folder, role="prefill", engine_id="p0", tensor_parallel_size=size, **fields) as p,
-        launched(folder, role="decode", engine_id="d0", **fields) as d,
+        launched(folder, "prefill", tensor_parallel_size=size, **fields) as p,
+        launched(folder, "decode", **fields) as d,
         linked(p, d) as port,
     ):
         on_p, on_d = Client(p), Client(d)
@@ -498,10 +470,10 @@ async def test_p_hands_over_to_d_from_gpu_memory_to_gpu_memory(
         )
         prompts = {str(length): make_prompt(length) for length in (17, 64, 300)}
         for request_id, prompt in prompts.items():
-            on_d.add(greedy_request(request_id, prompt, kv_transfer_params=to_p))
-            on_p.add(greedy_request(request_id, prompt, kv_transfer_params=to_d))
+            on_d.send(greedy_request(request_id, prompt, kv_transfer_params=to_p))
+            on_p.send(greedy_request(request_id, prompt, kv_transfer_params=to_d))
         for request_id, prompt in prompts.items():
             expected = hf_greedy(folder, prompt, NUM_TOKENS)
-            assert await on_p.tokens(request_id) == expected[:1]
-            assert await on_d.tokens(request_id) == expected
+            assert tokens_of(await on_p.answer(request_id)) == expected[:1]
+            assert tokens_of(await on_d.answer(request_id)) == expected
         await until(lambda: not p.stats().num_open_kv_sessions)

@@ -4,7 +4,6 @@ nothing that a client sees.
 
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
-from test_draft_model import Answer, make_prompt, make_request, random_requests
+from test_draft_model import SETTINGS, make_prompt, make_request, random_requests
 
-from pdserve_common.engine_types import DraftStats, EngineCoreOutput, EngineCoreRequest
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.engine_types import DraftStats, EngineCoreRequest
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.drafts import Drafts
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.request.request import Request
+from support import engines
+from support.answers import Answer
+from support.answers import answers as answers_of
 from support.drafts import compute_all_drafts
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.samples import sampled
@@ -63,44 +63,20 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @contextmanager
-def loaded(speculation: str = "suffix", **fields: Any) -> Iterator[LoadedEngine]:
-    config = EngineConfig(
-        num_threads=1,
-        kv_connector="none",
-        max_model_len=160,
-        max_num_seqs=8,
-        kv_watermark=0.0,
-        **{"model": str(MODEL), "speculation": speculation, "num_blocks": 96, **fields},
-    )
-    metrics = KVTransferMetrics(CollectorRegistry())
-    engine = load_engine(config, role="decode", engine_id="d", metrics=metrics)
-    if speculation != "none":
-        compute_all_drafts(engine.core.scheduler)
-    try:
+def loaded(
+    speculation: str = "suffix", model: Path = MODEL, **fields: Any
+) -> Iterator[LoadedEngine]:
+    with engines.loaded(model, **{**SETTINGS, "speculation": speculation, **fields}) as engine:
+        if speculation != "none":
+            compute_all_drafts(engine.core.scheduler)
         yield engine
-    finally:
-        engine.core.close()
-        engine.close()
 
 
 def answers(engine: LoadedEngine, requests: Sequence[EngineCoreRequest]) -> dict[str, Answer]:
     """Run requests to their ends, of which two come with each step."""
-    core, left, outputs = engine.core, list(requests), dict[str, list[EngineCoreOutput]]()
-    while left or core.scheduler.has_requests():
-        for request in left[:2]:
-            core.add_request(request)
-        del left[:2]
-        results = []
-        while core.scheduler.places.waiting_for_fsm:
-            time.sleep(0.001)
-            results.append(core.poll())
-        results.append(core.step())
-        for some in (each for result in results for each in result.outputs.values()):
-            for output in some:
-                outputs.setdefault(output.request_id, []).append(output)
-    core.scheduler.kv.check_integrity()
-    assert len(outputs) == len(requests)
-    return {name: Answer.of(some) for name, some in outputs.items()}
+    found = answers_of(engine, requests, at_once=2)
+    assert len(found) == len(requests)
+    return found
 
 
 @contextmanager
@@ -226,7 +202,7 @@ def test_a_model_whose_tokenizer_is_not_there_has_drafts_of_its_texts(
     make_model: Callable[..., Path],
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with loaded(model=str(make_model())) as engine:
+    with loaded(model=make_model()) as engine:
         (answer,) = answers(engine, [make_request("a", [5, 6, 7], params)]).values()
     assert len(answer.token_ids) == 40
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
@@ -20,7 +18,9 @@ from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.runner.model_runner import ModelRunner
+from support.engines import generate
 from support.model_driver import make_prompt
+from support.requests import greedy, make_request
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -67,28 +67,15 @@ class Engine:
         self.peak = 0
 
     def generate(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        for request_id, prompt in prompts.items():
-            self.core.add_request(
-                EngineCoreRequest(
-                    request_id=request_id,
-                    prompt_token_ids=tuple(prompt),
-                    sampling_params=params,
-                )
-            )
-        tokens: dict[str, list[int]] = {request_id: [] for request_id in prompts}
-        pool = self.kv.block_pool
-        for _ in range(1000):
-            if not self.core.has_work():
-                break
-            for outputs in self.core.step().outputs.values():
-                for output in outputs:
-                    assert output.error is None, output.error
-                    tokens[output.request_id] += output.new_token_ids
-            self.peak = max(self.peak, pool.num_blocks - pool.num_free_blocks)
+        asked = [make_request(name, ids, greedy(num_tokens)) for name, ids in prompts.items()]
+        tokens = generate(self.core, asked, between=self._measure)
         self.kv.check_integrity()
-        assert pool.num_free_blocks == pool.num_blocks
+        assert self.kv.block_pool.num_free_blocks == self.kv.block_pool.num_blocks
         return tokens
+
+    def _measure(self) -> None:
+        pool = self.kv.block_pool
+        self.peak = max(self.peak, pool.num_blocks - pool.num_free_blocks)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

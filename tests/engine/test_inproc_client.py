@@ -5,24 +5,19 @@ test_engine_client_contract.py.
 import asyncio
 import contextlib
 import ctypes
-import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import usable_cores
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
+from support.engines import Client, launched
 from support.steps import before_steps, held_steps
 from support.waiting import until
 
@@ -42,63 +37,31 @@ def all_cores() -> Iterator[frozenset[int]]:
     torch.set_num_threads(num_threads)
 
 
-async def test_a_step_that_overruns_its_bound_is_a_problem(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = EngineConfig(
-        model=str(make_model()),
-        num_threads=1,
-        kv_connector="none",
-        kv_cache_memory_mib=8,
-        step_timeout_s=0.1,
-    )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d", registry=CollectorRegistry()
-    )
-    messages: list[EngineCoreOutputs] = []
-    index = engine.register_client(messages.append)
-    assert engine.problem() is None
-    with held_steps():
-        engine.add_request(
-            EngineCoreRequest(
-                request_id="a",
-                prompt_token_ids=(5, 6, 7),
-                sampling_params=SamplingParams(max_tokens=1),
-                client_index=index,
-            )
-        )
-        await until(engine.problem)
-        assert "a step has taken more than 0.1 s" in (engine.problem() or "")
-    await until(lambda: any(o.finished for m in messages for o in m.outputs))
-    await engine.close()
+async def test_a_step_that_overruns_its_bound_is_a_problem(make_model: Callable[..., Path]) -> None:
+    async with launched(make_model(), kv_cache_memory_mib=8, step_timeout_s=0.1) as engine:
+        client = Client(engine)
+        assert engine.problem() is None
+        with held_steps():
+            client.add("a")
+            await until(engine.problem)
+            assert "a step has taken more than 0.1 s" in (engine.problem() or "")
+        await client.end_of("a")
 
 
 async def test_a_request_is_queued_from_its_arrival_on_whatever_the_engine_does(
     make_model: Callable[..., Path],
 ) -> None:
-    config = EngineConfig(
-        model=str(make_model()), num_threads=1, kv_connector="none", kv_cache_memory_mib=8
-    )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d", registry=CollectorRegistry()
-    )
-    messages: list[EngineCoreOutputs] = []
-    index = engine.register_client(messages.append)
-    request = EngineCoreRequest(
-        request_id="a",
-        prompt_token_ids=(5, 6, 7),
-        sampling_params=SamplingParams(max_tokens=1),
-        client_index=index,
-    )
-    with held_steps() as held:
-        engine.add_request(request)
-        await until(held.has_begun.is_set)
-        engine.add_request(dataclasses.replace(request, request_id="b"))
-        await asyncio.sleep(HELD_S)
-    await until(lambda: sum(o.finished for m in messages for o in m.outputs) == 2)
-    outputs = {o.request_id: o for m in messages for o in m.outputs if o.new_token_ids}
-    assert outputs["b"].prefill_stats.queue_s >= HELD_S
-    await engine.close()
+    async with launched(make_model(), kv_cache_memory_mib=8) as engine:
+        client = Client(engine)
+        with held_steps() as held:
+            client.add("a")
+            await until(held.has_begun.is_set)
+            client.add("b")
+            await asyncio.sleep(HELD_S)
+        await client.answer("b")
+        stats = client.outputs("b")[0].prefill_stats
+        assert stats is not None
+        assert stats.queue_s >= HELD_S
 
 
 def thread_names() -> list[str]:
@@ -109,32 +72,18 @@ async def test_an_engine_stays_on_its_cores_with_a_thread_for_each(
     make_model: Callable[..., Path], all_cores: frozenset[int]
 ) -> None:
     core = max(all_cores)
-    config = EngineConfig(
-        model=str(make_model()),
-        cpu_cores=str(core),
-        kv_connector="none",
-        kv_cache_memory_mib=8,
-        engine_process="inproc",
-    )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d", registry=CollectorRegistry()
-    )
-    assert "engine" in thread_names()
-    # The loading thread would keep a team of its own.
-    await until(lambda: not [name for name in thread_names() if name.startswith("load")])
-    seen: list[tuple[int, set[int]]] = []
-    omp = ctypes.CDLL(None)
-    with before_steps(
-        lambda step: seen.append((omp.omp_get_max_threads(), os.sched_getaffinity(0)))
-    ):
-        engine.add_request(
-            EngineCoreRequest(
-                request_id="a", prompt_token_ids=(5,), sampling_params=SamplingParams(max_tokens=1)
-            )
-        )
-        await until(lambda: seen)
-    assert seen[0] == (1, {core})
-    await engine.close()
+    settings = {"num_threads": 0, "cpu_cores": str(core), "kv_cache_memory_mib": 8}
+    async with launched(make_model(), engine_process="inproc", **settings) as engine:
+        assert "engine" in thread_names()
+        # The loading thread would keep a team of its own.
+        await until(lambda: not [name for name in thread_names() if name.startswith("load")])
+        seen: list[tuple[int, set[int]]] = []
+        omp = ctypes.CDLL(None)
+        with before_steps(
+            lambda step: seen.append((omp.omp_get_max_threads(), os.sched_getaffinity(0)))
+        ):
+            await Client(engine).run("a", 1)
+        assert seen[0] == (1, {core})
 
 
 def cores_of_threads() -> list[set[int]]:
@@ -152,35 +101,18 @@ async def test_compute_threads_stay_on_a_core_each_and_sleep_when_idle(
     make_model: Callable[..., Path], all_cores: frozenset[int]
 ) -> None:
     first, last = min(all_cores), max(all_cores)
-    config = EngineConfig(
-        model=str(make_model(dtype="bfloat16")),
-        cpu_cores=f"{first},{last}",
-        kv_connector="none",
-        kv_cache_memory_mib=8,
-        engine_process="inproc",
-    )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d", registry=CollectorRegistry()
-    )
-    outputs: list[EngineCoreOutputs] = []
-    index = engine.register_client(outputs.append)
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    engines_own: list[set[int]] = []
-    with before_steps(lambda step: engines_own.append(os.sched_getaffinity(0))):
-        engine.add_request(
-            EngineCoreRequest(
-                request_id="a",
-                prompt_token_ids=(5, 6, 7),
-                sampling_params=params,
-                client_index=index,
-            )
+    settings = {"num_threads": 0, "cpu_cores": f"{first},{last}", "kv_cache_memory_mib": 8}
+    model = make_model(dtype="bfloat16")
+    async with launched(model, engine_process="inproc", **settings) as engine:
+        engines_own: list[set[int]] = []
+        with before_steps(lambda step: engines_own.append(os.sched_getaffinity(0))):
+            await Client(engine).run("a")
+        assert engines_own[0] == {first, last}
+        # The loading thread's team ends some time after it.
+        await until(
+            lambda: cores_of_threads().count({last}) == 1 and {first} not in cores_of_threads()
         )
-        await until(lambda: any(o.finished for m in outputs for o in m.outputs))
-    assert engines_own[0] == {first, last}
-    # The loading thread's team ends some time after it.
-    await until(lambda: cores_of_threads().count({last}) == 1 and {first} not in cores_of_threads())
-    assert await falls_asleep()
-    await engine.close()
+        assert await falls_asleep()
 
 
 async def falls_asleep() -> bool:

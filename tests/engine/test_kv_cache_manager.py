@@ -3,18 +3,16 @@ groups, and a random walk in which every token must find in memory what it sees.
 """
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request
+from support.requests import held_request
 
 BLOCK_SIZE = 4
 NULL = NULL_BLOCK_ID
@@ -29,16 +27,6 @@ def make_manager(
 ) -> KVCacheManager:
     pool = BlockPool(num_blocks, enable_caching=enable_caching)
     return KVCacheManager(pool, BLOCK_SIZE, windows, **options)
-
-
-def make_request(request_id: str, token_ids: list[int], **fields: Any) -> Request:
-    core = EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(token_ids),
-        sampling_params=SamplingParams(),
-        **fields,
-    )
-    return Request(core, max_model_len=1024, seed=0)
 
 
 def run(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
@@ -56,7 +44,7 @@ def is_null(block_ids: tuple[list[int], ...]) -> list[str]:
 @pytest.mark.parametrize("windows", [FULL, HYBRID])
 def test_allocation_grows_every_group_and_returns_what_it_added(windows: Windows) -> None:
     manager = make_manager(windows)
-    request = make_request("a", list(range(20)))
+    request = held_request("a", list(range(20)))
     first = manager.allocate_slots(request, 6)
     assert manager.allocate_slots(request, 8) == tuple([] for _ in windows)
     second = manager.allocate_slots(request, 13)
@@ -71,7 +59,7 @@ def test_allocation_grows_every_group_and_returns_what_it_added(windows: Windows
 
 def test_allocation_that_does_not_fit_changes_nothing() -> None:
     manager = make_manager(HYBRID, num_blocks=9)
-    request = make_request("a", list(range(20)))
+    request = held_request("a", list(range(20)))
     assert manager.allocate_slots(request, 9) is None
     assert manager.num_blocks_of("a") == 0
     assert manager.allocate_slots(request, 8) is not None
@@ -84,7 +72,7 @@ def test_allocation_that_does_not_fit_changes_nothing() -> None:
 
 def test_sliding_groups_give_back_what_no_later_token_sees() -> None:
     manager = make_manager(HYBRID)
-    request = make_request("a", list(range(20)))
+    request = held_request("a", list(range(20)))
     assert manager.allocate_slots(request, 20)
     manager.remove_skipped_blocks(request, 10)  # the token at 10 sees 3 to 10
     assert is_null(manager.get_block_ids("a")) == ["xxxxx"] * 4
@@ -109,7 +97,7 @@ def test_a_pool_of_the_blocks_needed_is_enough_and_hardly_more(window: int, step
         peak = 0
         for start in range(1, step + 1):  # steps may begin anywhere in a block
             manager = make_manager(windows, needed, max_tokens_in_flight=step)
-            request = make_request("a", list(range(num_tokens)))
+            request = held_request("a", list(range(num_tokens)))
             assert manager.can_allocate(num_tokens)
             assert not manager.can_allocate(num_tokens, num_spare=1)
             for end in [*range(start, num_tokens, step), num_tokens]:
@@ -126,9 +114,9 @@ def test_without_sliding_groups_a_request_needs_its_tokens_blocks() -> None:
 
 def test_a_request_fits_if_its_cached_blocks_are_counted_once() -> None:
     manager = make_manager(FULL, num_blocks=4)
-    donor = make_request("donor", list(range(8)))
+    donor = held_request("donor", list(range(8)))
     run(manager, donor, 8)
-    request = make_request("a", [*range(8), 100, 101, 102])
+    request = held_request("a", [*range(8), 100, 101, 102])
     computed, num_hit = manager.get_computed_blocks(request, 10)
     assert num_hit == 8
     assert manager.can_allocate(16, computed), "two are held by the donor"
@@ -141,10 +129,10 @@ def test_a_request_fits_if_its_cached_blocks_are_counted_once() -> None:
 
 def test_a_prefix_is_found_by_equal_tokens_and_equal_salt_only() -> None:
     manager = make_manager(FULL)
-    run(manager, make_request("a", list(range(12)), cache_salt="s"), 12)
-    _, num_hit = manager.get_computed_blocks(make_request("b", list(range(12)), cache_salt="s"), 11)
+    run(manager, held_request("a", list(range(12)), cache_salt="s"), 12)
+    _, num_hit = manager.get_computed_blocks(held_request("b", list(range(12)), cache_salt="s"), 11)
     assert num_hit == 8
-    _, num_hit = manager.get_computed_blocks(make_request("c", list(range(12)), cache_salt="t"), 11)
+    _, num_hit = manager.get_computed_blocks(held_request("c", list(range(12)), cache_salt="t"), 11)
     assert num_hit == 0
 
 
@@ -153,7 +141,7 @@ def test_a_salt_cannot_be_taken_for_another_salt_and_adapter() -> None:
 
     def make(salt: str, adapter: str) -> Request:
         lora = LoRARequest(lora_name="a", digest=adapter)
-        return make_request("a", list(range(12)), cache_salt=salt, lora_request=lora)
+        return held_request("a", list(range(12)), cache_salt=salt, lora_request=lora)
 
     run(manager, make("a\0b", "c"), 12)
     assert manager.get_computed_blocks(make("a\0b", "c"), 11)[1] == 8
@@ -162,10 +150,10 @@ def test_a_salt_cannot_be_taken_for_another_salt_and_adapter() -> None:
 
 def test_a_hit_takes_over_only_what_sliding_groups_see() -> None:
     manager = make_manager(HYBRID)
-    donor = make_request("donor", list(range(32)))
+    donor = held_request("donor", list(range(32)))
     run(manager, donor, 32)
     manager.free(donor)
-    request = make_request("a", [*range(24), 100, 101])
+    request = held_request("a", [*range(24), 100, 101])
     computed, num_hit = manager.get_computed_blocks(request, 25)
     assert num_hit == 24
     # The token at 24 sees 17 to 24.
@@ -178,14 +166,14 @@ def test_a_hit_takes_over_only_what_sliding_groups_see() -> None:
 
 def test_a_hole_in_a_sliding_group_shortens_the_prefix_to_where_nobody_sees_it() -> None:
     manager = make_manager((None, 8), num_blocks=16)
-    donor = make_request("donor", list(range(32)))
+    donor = held_request("donor", list(range(32)))
     assert manager.allocate_slots(donor, 32) is not None
     manager.cache_blocks(donor, 32)
     hole = manager.block_pool.blocks[manager.get_block_ids("donor")[1][5]]
     manager.free(donor)
     manager.block_pool.touch([block for block in manager.block_pool.blocks if block is not hole])
     manager.block_pool.get_new_blocks(1)  # takes the only free one
-    same = make_request("a", list(range(32)))
+    same = held_request("a", list(range(32)))
     # A prefix of 8 blocks needs block 6 on, those of 7 and 6 need block 5.
     assert manager.get_computed_blocks(same, 32)[1] == 32
     assert manager.get_computed_blocks(same, 31)[1] == 20
@@ -194,7 +182,7 @@ def test_a_hole_in_a_sliding_group_shortens_the_prefix_to_where_nobody_sees_it()
 
 def test_tokens_from_a_remote_worker_get_blocks_only_where_the_next_token_sees_them() -> None:
     manager = make_manager(HYBRID, num_blocks=10 + 3 * 3)
-    request = make_request("a", list(range(38)))
+    request = held_request("a", list(range(38)))
     added = manager.allocate_slots(request, 38, num_remote_tokens=38)
     assert added == manager.get_block_ids("a")
     # The token at 38 sees 31 to 38.
@@ -203,7 +191,7 @@ def test_tokens_from_a_remote_worker_get_blocks_only_where_the_next_token_sees_t
     manager.cache_blocks(request, 38)
     manager.check_integrity()
     manager.free(request)
-    again = make_request("b", [*range(36), 1, 2, 3])
+    again = held_request("b", [*range(36), 1, 2, 3])
     computed, num_hit = manager.get_computed_blocks(again, 38)
     assert num_hit == 36
     assert manager.allocate_slots(again, 38, computed, num_remote_tokens=38) is not None
@@ -213,10 +201,10 @@ def test_tokens_from_a_remote_worker_get_blocks_only_where_the_next_token_sees_t
 
 def test_remote_tokens_make_cached_blocks_before_their_window_unneeded() -> None:
     manager = make_manager((None, 8))
-    donor = make_request("donor", list(range(8)))
+    donor = held_request("donor", list(range(8)))
     run(manager, donor, 8)
     manager.free(donor)
-    request = make_request("a", list(range(30)))
+    request = held_request("a", list(range(30)))
     computed, num_hit = manager.get_computed_blocks(request, 30)
     assert num_hit == 8
     assert manager.allocate_slots(request, 30, computed, num_remote_tokens=30) is not None
@@ -226,9 +214,9 @@ def test_remote_tokens_make_cached_blocks_before_their_window_unneeded() -> None
 
 def test_a_fork_shares_full_blocks_and_outlives_its_source() -> None:
     manager = make_manager(HYBRID)
-    source = make_request("a", list(range(30)))
+    source = held_request("a", list(range(30)))
     run(manager, source, 30)
-    fork = make_request("b", list(range(30)))
+    fork = held_request("b", list(range(30)))
     assert manager.fork(source, fork, 30) == 28
     shared = manager.get_block_ids("b")
     assert is_null(shared) == ["xxxxxxx", ".....xx", ".....xx", ".....xx"]
@@ -250,10 +238,10 @@ def test_a_fork_shares_full_blocks_and_outlives_its_source() -> None:
 def test_the_common_prefix_is_what_all_tables_begin_with(lengths: list[int], length: int) -> None:
     """Forks share blocks of their source; none is counted of one request alone."""
     manager = make_manager(FULL)
-    requests = [make_request("0", list(range(length)))]
+    requests = [held_request("0", list(range(length)))]
     manager.allocate_slots(requests[0], length)
     for index, num_shared in enumerate(lengths, 1):
-        requests.append(make_request(str(index), []))
+        requests.append(held_request(str(index), []))
         if not manager.fork(requests[0], requests[-1], num_shared) or index % 2:
             manager.allocate_slots(requests[-1], num_shared + BLOCK_SIZE)
     tables = [manager.get_block_ids(request.request_id)[0] for request in requests]
@@ -265,17 +253,17 @@ def test_the_common_prefix_is_what_all_tables_begin_with(lengths: list[int], len
 
 def test_a_fork_caches_what_its_source_has_not() -> None:
     manager = make_manager(HYBRID)
-    source, fork = (make_request(name, list(range(30))) for name in "ab")
+    source, fork = (held_request(name, list(range(30))) for name in "ab")
     assert manager.allocate_slots(source, 30) is not None
     manager.fork(source, fork, 30)
     manager.free(source)
     manager.cache_blocks(fork, 28)
-    assert manager.get_computed_blocks(make_request("c", list(range(30))), 29)[1] == 28
+    assert manager.get_computed_blocks(held_request("c", list(range(30))), 29)[1] == 28
 
 
 def test_a_fork_has_its_sources_blocks_forgotten() -> None:
     manager = make_manager(HYBRID)
-    source, fork = (make_request(name, list(range(30))) for name in "ab")
+    source, fork = (held_request(name, list(range(30))) for name in "ab")
     run(manager, source, 30)
     manager.fork(source, fork, 30)
     manager.forget_blocks(fork)
@@ -285,17 +273,17 @@ def test_a_fork_has_its_sources_blocks_forgotten() -> None:
 
 def test_a_fork_shares_nothing_when_a_sliding_group_has_moved_on() -> None:
     manager = make_manager((None, 8))
-    source = make_request("a", list(range(30)))
+    source = held_request("a", list(range(30)))
     run(manager, source, 30)  # holds 23 on: block 5
-    assert manager.fork(source, make_request("b", list(range(30))), 27) == 0  # 24 sees 17 on
-    assert manager.fork(source, make_request("c", list(range(30))), 3) == 0
+    assert manager.fork(source, held_request("b", list(range(30))), 27) == 0  # 24 sees 17 on
+    assert manager.fork(source, held_request("c", list(range(30))), 3) == 0
     assert manager.num_blocks_of("b") == manager.num_blocks_of("c") == 0
     manager.check_integrity()
 
 
 def test_taken_blocks_stay_held_until_their_ids_are_freed() -> None:
     manager = make_manager(HYBRID)
-    request = make_request("a", list(range(30)))
+    request = held_request("a", list(range(30)))
     run(manager, request, 30)
     num_held = manager.num_blocks_of("a")
     ids = [i for ids in manager.get_block_ids("a") for i in ids if i != NULL]
@@ -314,12 +302,12 @@ def test_a_request_without_blocks_has_an_empty_table_per_group() -> None:
     manager = make_manager(HYBRID)
     assert manager.get_block_ids("nobody") == ([], [], [], [])
     assert manager.num_blocks_of("nobody") == 0
-    manager.free(make_request("nobody", [1]))
+    manager.free(held_request("nobody", [1]))
 
 
 def test_integrity_finds_a_table_whose_block_nobody_holds() -> None:
     manager = make_manager(HYBRID)
-    request = make_request("a", list(range(30)))
+    request = held_request("a", list(range(30)))
     run(manager, request, 30)
     manager.block_pool.free_blocks([manager.block_pool.blocks[manager.get_block_ids("a")[2][-1]]])
     with pytest.raises(AssertionError, match="more tables than hold them"):
@@ -366,7 +354,7 @@ class Walk:
         return 0
 
     def start(self, token_ids: list[int]) -> Request:
-        request = make_request(f"r{self.num_started}", token_ids)
+        request = held_request(f"r{self.num_started}", token_ids)
         self.num_started += 1
         return request
 

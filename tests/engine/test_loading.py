@@ -2,19 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_common.engine_types import KVTransferParams
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache import KVCache
@@ -24,6 +21,7 @@ from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.model_runner import ModelRunner
+from support import engines, requests
 from support.steps import batch_of
 
 pytestmark = pytest.mark.slow
@@ -37,17 +35,8 @@ def model(make_model: Callable[..., Path]) -> Path:
     return make_model()
 
 
-@contextmanager
-def loaded(model: Path, **fields: Any) -> Iterator[LoadedEngine]:
-    settings: dict[str, Any] = {"num_threads": 1, "kv_connector": "none", "num_blocks": 128}
-    engine = load_engine(
-        EngineConfig(model=str(model), **settings | fields),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
-    yield engine
-    engine.close()
+def loaded(model: Path, **fields: Any) -> AbstractContextManager[LoadedEngine]:
+    return engines.loaded(model, **{"num_blocks": 128, **fields})
 
 
 def pool_of(engine: LoadedEngine) -> KVCache:
@@ -230,10 +219,4 @@ def make_ticket() -> Request:
     params = KVTransferParams(
         do_remote_prefill=True, remote_engine_id="p", remote_host="127.0.0.1", remote_port=1
     )
-    core = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=(1, 2, 3),
-        sampling_params=SamplingParams(max_tokens=8),
-        kv_transfer_params=params,
-    )
-    return Request(core, max_model_len=64, seed=0)
+    return requests.held_request(kv_transfer_params=params)

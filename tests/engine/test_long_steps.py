@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import (
@@ -21,20 +19,20 @@ from pdserve_common.kv_types import (
     new_epoch,
 )
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.launch import launch_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from pdserve_engine.runner import rank
+from support.engines import launched
 from support.local_transport import LocalRegistry, LocalTransport
+from support.requests import make_request
 from support.scripted_engine import ON_D, ON_P, ScriptedConsumer
 from support.steps import exchange_parts, held_steps
+from support.waiting import until
+
+SETTINGS = {"kv_cache_memory_mib": 8, "engine_process": "inproc"}
 
 
-def request(request_id: str, **fields: Any) -> EngineCoreRequest:
-    params = SamplingParams(max_tokens=2)
-    return EngineCoreRequest(
-        request_id=request_id, prompt_token_ids=(5, 6, 7), sampling_params=params, **fields
-    )
+def request(name: str, **fields: Any) -> EngineCoreRequest:
+    return make_request(name, params=SamplingParams(max_tokens=2), **fields)
 
 
 class Connector(ScriptedConsumer):
@@ -46,17 +44,6 @@ class Connector(ScriptedConsumer):
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
         self.dispatched.append(request)
-
-
-async def launch(model: Path, *, role: Literal["prefill", "decode"], **fields: Any) -> Any:
-    config = EngineConfig(
-        model=str(model),
-        num_threads=1,
-        kv_cache_memory_mib=8,
-        engine_process="inproc",
-        **fields,
-    )
-    return await launch_engine(config, role=role, engine_id="e0", registry=CollectorRegistry())
 
 
 @contextlib.asynccontextmanager
@@ -71,14 +58,13 @@ async def long_step(engine: Any) -> AsyncIterator[None]:
 async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
     make_model: Callable[..., Path],
 ) -> None:
-    engine = await launch(make_model(), role="decode", kv_connector="none")
     connector = Connector()
-    exchange_parts(engine, connector=connector)
-    async with long_step(engine):
-        ticket = request("remote", kv_transfer_params=ON_D)
-        engine.add_request(ticket)
-        assert connector.dispatched[-1] is ticket
-    await engine.close()
+    async with launched(make_model(), **SETTINGS) as engine:
+        exchange_parts(engine, connector=connector)
+        async with long_step(engine):
+            ticket = request("remote", kv_transfer_params=ON_D)
+            engine.add_request(ticket)
+            assert connector.dispatched[-1] is ticket
 
 
 class Wire:
@@ -94,11 +80,8 @@ class Wire:
         """Nobody listens any longer."""
 
     async def heard(self, kind: type) -> Any:
-        deadline = time.monotonic() + 30
-        while not (found := [m for m in self.messages if isinstance(m, kind)]):
-            assert time.monotonic() < deadline, "timed out"
-            await asyncio.sleep(0.001)
-        return found[0]
+        await until(lambda: any(isinstance(message, kind) for message in self.messages))
+        return next(message for message in self.messages if isinstance(message, kind))
 
 
 async def test_p_answers_a_release_in_the_midst_of_a_step(
@@ -111,15 +94,15 @@ async def test_p_answers_a_release_in_the_midst_of_a_step(
         "make_transport",
         lambda identity, **options: LocalTransport(identity.agent_name(), registry),
     )
-    engine = await launch(make_model(), role="prefill")
-    connector, wire = engine.connector, Wire()
-    d_identity = replace(connector.identity, engine_id=ON_P.remote_engine_id, epoch=new_epoch())
-    link = connector.accept_link(make_hello(d_identity, "local"), wire)
-    engine.add_request(request("remote", kv_transfer_params=ON_P))
-    session = (await wire.heard(GrantRequest)).session
-    connector.on_message(link, Granted(session=session, first_block=0))
-    await wire.heard(PrefillDone)
-    async with long_step(engine):
-        connector.on_message(link, Release(session=session, through_block=1))
-        assert wire.messages[-1] == ReleaseAck(session=session, through_block=1, valid=True)
-    await engine.close()
+    async with launched(make_model(), "prefill", **SETTINGS, kv_connector="nixl") as engine:
+        connector: Any = engine.connector
+        wire = Wire()
+        d_identity = replace(connector.identity, engine_id=ON_P.remote_engine_id, epoch=new_epoch())
+        link = connector.accept_link(make_hello(d_identity, "local"), wire)
+        engine.add_request(request("remote", kv_transfer_params=ON_P))
+        session = (await wire.heard(GrantRequest)).session
+        connector.on_message(link, Granted(session=session, first_block=0))
+        await wire.heard(PrefillDone)
+        async with long_step(engine):
+            connector.on_message(link, Release(session=session, through_block=1))
+            assert wire.messages[-1] == ReleaseAck(session=session, through_block=1, valid=True)

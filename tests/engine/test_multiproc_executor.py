@@ -9,22 +9,21 @@ from typing import Any
 
 import psutil
 import pytest
-from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients import loading
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_kernels.cpu.compiled import library_file
+from support import engines, requests
 from support.adapters import write_adapter
 from support.waiting import wait_until
 
@@ -33,11 +32,9 @@ pytestmark = pytest.mark.slow
 PROMPT = tuple(range(3, 40))
 
 
-def load(model: Path, **fields: object) -> LoadedEngine:
-    defaults = {"dtype": "bfloat16", "num_threads": 1, "num_blocks": 64, "max_model_len": 256}
-    config = EngineConfig(model=str(model), **defaults | fields)  # type: ignore[arg-type]
-    metrics = KVTransferMetrics(CollectorRegistry())
-    return load_engine(config, role="decode", engine_id="d", metrics=metrics)
+def load(model: Path, **fields: Any) -> LoadedEngine:
+    defaults = {"dtype": "bfloat16", "num_blocks": 64, "max_model_len": 256}
+    return engines.load(model, **{**defaults, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def model(make_served_model: Callable[..., Path]) -> Path:
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedEngine]:
     """Two ranks, with a KV transport each. The last test that has them kills one."""
     profiles = tmp_path_factory.mktemp("profiles")
-    engine = load(model, tensor_parallel_size=2, profile_dir=str(profiles))
+    engine = load(model, tensor_parallel_size=2, kv_connector="nixl", profile_dir=str(profiles))
     ranks = [psutil.Process(pid) for pid in executor_of(engine).pids]
     yield engine
     engine.close()
@@ -62,29 +59,17 @@ def executor_of(engine: LoadedEngine) -> MultiprocExecutor:
     return engine.core.executor
 
 
-def tokens_of(
-    engine: LoadedEngine, request_id: str, lora: LoRARequest | None = None, **fields: Any
-) -> list[int]:
-    core = engine.core
+def make_request(name: str, lora: LoRARequest | None = None, **fields: Any) -> EngineCoreRequest:
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, **fields)
-    core.add_request(
-        EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=PROMPT,
-            sampling_params=params,
-            client_index=0,
-            cache_salt=request_id,
-            lora_request=lora,
-            eos_token_id=1,
-        )
+    return requests.make_request(
+        name, PROMPT, params, cache_salt=name, lora_request=lora, eos_token_id=1
     )
-    tokens: list[int] = []
-    while core.scheduler.has_requests():  # it may wait for its grammar
-        result = core.step() if core.has_work() else core.poll()
-        for output in result.outputs.get(0, ()):
-            assert output.error is None, output.error
-            tokens.extend(output.new_token_ids)
-    return tokens
+
+
+def tokens_of(
+    engine: LoadedEngine, name: str, lora: LoRARequest | None = None, **fields: Any
+) -> list[int]:
+    return engines.generate(engine.core, [make_request(name, lora, **fields)])[name]
 
 
 def test_it_sleeps_profiles_and_shows_its_blocks_as_one_rank_does(
@@ -118,19 +103,12 @@ def test_a_grammar_is_rank_0s_matter(engine: LoadedEngine, model: Path) -> None:
 def test_a_step_that_fails_everywhere_is_its_requests_fault(engine: LoadedEngine) -> None:
     expected = tokens_of(engine, "a", ignore_eos=True)
     # Nothing that came over the wire has such a table.
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, bad_words_token_ids=((10**9,),))
-    core = engine.core
-    core.add_request(
-        EngineCoreRequest(
-            request_id="bad", prompt_token_ids=PROMPT, sampling_params=params, client_index=0
-        )
-    )
-    errors = []
-    while core.has_work():
-        errors += [o.error for o in core.step().outputs.get(0, ()) if o.error is not None]
+    bad = make_request("bad", bad_words_token_ids=((10**9,),))
+    outputs = engines.run_to_end(engine.core, [bad])["bad"]
+    errors = [output.error for output in outputs if output.error is not None]
     (error,) = errors
     assert "the model failed on this request" in error.message
-    assert core.executor.failure() is None
+    assert engine.core.executor.failure() is None
     assert tokens_of(engine, "b", ignore_eos=True) == expected
 
 
@@ -150,7 +128,7 @@ def test_ranks_that_run_other_code_are_refused(
     monkeypatch.setenv("PDSERVE_CPU_ISA", "reference")  # this process has its kernels already
     expected = f"CPU kernels of rank 0 is none, the engine's is {kernels}"
     with pytest.raises(ValueError, match=expected):
-        load(model, tensor_parallel_size=2, kv_connector="none")
+        load(model, tensor_parallel_size=2)
 
 
 def test_so_are_ranks_that_find_another_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +142,7 @@ def test_so_are_ranks_that_find_another_model(model: Path, monkeypatch: pytest.M
     with pytest.raises(
         ValueError, match=r"compatibility_hash of rank 0 is \w+, the engine's is an"
     ):
-        load(model, tensor_parallel_size=2, kv_connector="none")
+        load(model, tensor_parallel_size=2)
 
 
 def test_differences_are_named() -> None:
@@ -182,9 +160,7 @@ def test_a_rank_that_is_killed_ends_what_reads_and_uses_adapters(
     model: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(model, tmp_path / "a")
-    engine = load(
-        model, tensor_parallel_size=2, kv_connector="none", lora=(f"a={folder}",), max_loras=2
-    )
+    engine = load(model, tensor_parallel_size=2, lora=(f"a={folder}",), max_loras=2)
     try:
         (adapter,) = engine.control.adapters.adapters
         lora = LoRARequest(lora_name="a", digest=adapter.digest)
@@ -208,7 +184,7 @@ def test_adapters_that_a_rank_cannot_serve_leave_nothing_behind(
 ) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     folder = write_adapter(model, tmp_path / "a", r=9)
-    fields = {"lora": (f"a={folder}",), "max_lora_rank": 8, "kv_connector": "none"}
+    fields = {"lora": (f"a={folder}",), "max_lora_rank": 8}
     with pytest.raises(LoraError, match=f"adapter {folder}: .* 9"):
         load(model, tensor_parallel_size=2, **fields)
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
@@ -218,7 +194,7 @@ def test_adapters_that_a_rank_cannot_serve_leave_nothing_behind(
 def test_ranks_that_cannot_load_leave_nothing_behind(model: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(ValueError, match=r"the KV pool of .* does not fit"):
-        load(model, tensor_parallel_size=2, kv_connector="none", num_blocks=1 << 28)
+        load(model, tensor_parallel_size=2, num_blocks=1 << 28)
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
     assert not left
 

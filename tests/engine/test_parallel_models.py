@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, LogprobsLists
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import ModelError
 from support.adapters import write_adapter
+from support.answers import Answer, answers
+from support.engines import load
 from support.models import BACKEND_MODELS, NATIVE_MODELS
 from support.samples import sampled
 from support.threaded_ranks import ThreadedRanks
@@ -61,26 +61,16 @@ CASES_WITH_ADAPTERS: tuple[tuple[str, str | None], ...] = (
 # Integers are cut between groups of 32 inputs.
 FOR_INT4 = {"intermediate_size": 128}
 
-# Tokens, their logprobs and those of the prompt, by request.
-Answers = dict[str, tuple[list[int], LogprobsLists, LogprobsLists]]
 
-
-def config_of(folder: Path, **fields: Any) -> EngineConfig:
+def config_of(folder: Path, **fields: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "dtype": "bfloat16",
-        "kv_connector": "none",
-        "num_threads": 1,
         "num_blocks": 64,
         "max_model_len": 128,
         "max_num_batched_tokens": 48,
         "poison_freed_blocks": True,
     }
-    return EngineConfig(model=str(folder), **defaults | fields)
-
-
-def load(config: EngineConfig, **options: Any) -> LoadedEngine:
-    metrics = KVTransferMetrics(CollectorRegistry())
-    return load_engine(config, role="decode", engine_id="d", metrics=metrics, **options)
+    return {"model": folder, **defaults, **fields}
 
 
 def requests(vocab_size: int, digests: Sequence[str] = ()) -> list[EngineCoreRequest]:
@@ -100,43 +90,26 @@ def requests(vocab_size: int, digests: Sequence[str] = ()) -> list[EngineCoreReq
     ]
 
 
-def answers_of(engine: LoadedEngine) -> Answers:
+def answers_of(engine: LoadedEngine) -> dict[str, Answer]:
     """What the engine says to `requests`, which come one after the other, a step apart."""
     digests = [adapter.digest for adapter in engine.control.adapters.adapters]
-    waiting = requests(engine.info.vocab_size, digests)
-    pieces: dict[str, Any] = {request.request_id: ([], [], []) for request in waiting}
-    while waiting or engine.core.has_work():
-        if waiting:
-            engine.core.add_request(waiting.pop(0))
-        for outputs in engine.core.step().outputs.values():
-            for output in outputs:
-                assert output.error is None, output.error
-                tokens, logprobs, prompt_logprobs = pieces[output.request_id]
-                tokens.extend(output.new_token_ids)
-                if output.new_logprobs is not None:
-                    logprobs.append(output.new_logprobs)
-                if output.new_prompt_logprobs is not None:
-                    prompt_logprobs.append(output.new_prompt_logprobs)
+    found = answers(engine, requests(engine.info.vocab_size, digests), at_once=1)
     assert engine.close()
-    # How prompts fall into chunks is another matter.
-    join = LogprobsLists.join
-    return {
-        name: (tokens, join(some), join(prompts))
-        for name, (tokens, some, prompts) in pieces.items()
-    }
+    assert not any(answer.error for answer in found.values())
+    return found
 
 
 @pytest.fixture
 def load_cut(tmp_path: Path) -> Callable[..., LoadedEngine]:
     """Load a config over ranks that are threads."""
 
-    def load_cut(config: EngineConfig, size: int, num_stages: int) -> LoadedEngine:
+    def load_cut(config: dict[str, Any], size: int, num_stages: int) -> LoadedEngine:
         folder = tmp_path / f"{size}-{num_stages}"
         folder.mkdir()
         return load(
-            dataclasses.replace(
-                config, tensor_parallel_size=size, pipeline_parallel_size=num_stages
-            ),
+            **config,
+            tensor_parallel_size=size,
+            pipeline_parallel_size=num_stages,
             make_executor=lambda config, source, name: ThreadedRanks(config, folder),
         )
 
@@ -153,7 +126,7 @@ def test_bits_do_not_depend_on_the_cut(
     arch, overrides = NATIVE_MODELS[name]
     more = FOR_INT4 if quantization == "int4" else {}
     config = config_of(make_model(arch, **overrides | more), quantization=quantization)
-    whole = load(config)
+    whole = load(**config)
     assert whole.info.determinism == "exact"
     expected = answers_of(whole)
     for size, num_stages in SIZES:
@@ -190,8 +163,8 @@ def test_bits_with_adapters_do_not_depend_on_the_cut(
     folder = make_model(arch, **overrides | (FOR_INT4 if quantization == "int4" else {}))
     lora = write_adapters(folder, tmp_path)
     config = config_of(folder, quantization=quantization, lora=lora, max_lora_rank=16)
-    expected = answers_of(load(config))
-    without = answers_of(load(dataclasses.replace(config, lora=())))
+    expected = answers_of(load(**config))
+    without = answers_of(load(**config | {"lora": ()}))
     assert expected != without
     for size, num_stages in SIZES:
         assert answers_of(load_cut(config, size, num_stages)) == expected, (size, num_stages)
@@ -224,7 +197,7 @@ def test_what_cannot_be_cut_is_refused_with_the_numbers(
 ) -> None:
     folder = make_model("LlamaForCausalLM", **overrides)
     with pytest.raises(ModelError, match=message):
-        load(config_of(folder, **fields))
+        load(**config_of(folder, **fields))
 
 
 def test_groups_of_integers_are_not_cut(
@@ -239,9 +212,9 @@ def test_groups_of_integers_are_not_cut(
 def test_models_that_have_one_rank_say_so(make_model: Callable[..., Path]) -> None:
     arch, overrides = NATIVE_MODELS["qwen3-window"]
     with pytest.raises(ModelError, match="pipeline_parallel_size is 2, must be 1 for a model with"):
-        load(config_of(make_model(arch, **overrides), pipeline_parallel_size=2))
+        load(**config_of(make_model(arch, **overrides), pipeline_parallel_size=2))
     arch, overrides = BACKEND_MODELS["olmo2"]
     with pytest.raises(ModelError, match="tensor_parallel_size is 2, Olmo2ForCausalLM runs on the"):
-        load(config_of(make_model(arch, **overrides), tensor_parallel_size=2))
+        load(**config_of(make_model(arch, **overrides), tensor_parallel_size=2))
     with pytest.raises(ValueError, match="pipeline_parallel_size is 2, must be 1 on cuda"):
-        config_of(Path("model"), pipeline_parallel_size=2, device="cuda")
+        EngineConfig(kv_connector="none", pipeline_parallel_size=2, device="cuda")

@@ -1,13 +1,12 @@
 """Pictures on whole engines: in a process of their own, from P to D, and over a sleep."""
 
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, KVTransferParams
 from pdserve_common.errors import OverloadedError
@@ -16,10 +15,11 @@ from pdserve_common.verbs import ResetPrefixCache, Sleep, WakeUp
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
-from pdserve_engine.clients.launch import WorkerEngine, launch_engine
-from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.clients.launch import WorkerEngine
+from pdserve_engine.config import Role
 from pdserve_engine.request.sched_output import SchedulerOutput
-from support.engines import Client, linked
+from support import engines
+from support.engines import Client, linked, tokens_of
 from support.models import LLAVA
 from support.pictures import Picture, Prompt, hf_greedy
 from support.waiting import until
@@ -36,26 +36,9 @@ ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d0")
 ON_D = KVTransferParams(do_remote_prefill=True, remote_engine_id="p0", remote_host="127.0.0.1")
 
 
-@contextlib.asynccontextmanager
-async def launched(model: Path, role: Role, **fields: Any) -> AsyncIterator[WorkerEngine]:
-    settings: dict[str, Any] = {
-        "num_threads": 1,
-        "block_size": 4,
-        "num_blocks": 200,
-        "max_model_len": 96,
-        "engine_process": "inproc",
-        **fields,
-    }
-    engine = await launch_engine(
-        EngineConfig(model=str(model), **settings),
-        role=role,
-        engine_id=f"{role[0]}0",
-        registry=CollectorRegistry(),
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
+def launched(model: Path, role: Role, **fields: Any) -> AbstractAsyncContextManager[WorkerEngine]:
+    settings = {"block_size": 4, "num_blocks": 200, "max_model_len": 96, "kv_connector": "nixl"}
+    return engines.launched(model, role, **{**settings, "engine_process": "inproc", **fields})
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +65,9 @@ async def test_pictures_outlive_a_sleep_and_a_reset(
                 await engine.call(verb)
             for name, prompt in PROMPTS.items():
                 request = prompt.request(f"{name} {attempt}", sampling_params=GREEDY)
-                client.add(request, prompt.tensors)
+                client.send(request, prompt.tensors)
             for name, tokens in expected.items():
-                assert await client.tokens(f"{name} {attempt}") == tokens
+                assert tokens_of(await client.answer(f"{name} {attempt}")) == tokens
 
 
 async def test_a_picture_crosses_once_while_any_request_needs_it(
@@ -108,12 +91,12 @@ async def test_a_picture_crosses_once_while_any_request_needs_it(
         for wave in range(2):
             for fork in range(4):
                 request = prompt.request(f"{wave} {fork}", sampling_params=GREEDY)
-                client.add(request, prompt.tensors)
+                client.send(request, prompt.tensors)
             for fork in range(4):
-                assert await client.tokens(f"{wave} {fork}") == expected["several"]
+                assert tokens_of(await client.answer(f"{wave} {fork}")) == expected["several"]
         monkeypatch.setattr("pdserve_engine.clients.subprocess.MAX_UNSENT_BYTES", 2)
         with pytest.raises(OverloadedError):
-            client.add(prompt.request("too much", sampling_params=GREEDY), prompt.tensors)
+            client.send(prompt.request("too much", sampling_params=GREEDY), prompt.tensors)
     carried = [set(each.tensors) for each in sent if isinstance(each, messages.AddRequest)]
     assert carried == [set(prompt.tensors), *[set()] * 3] * 2
     forgotten = [each for each in sent if isinstance(each, messages.ForgetTensors)]
@@ -127,17 +110,12 @@ async def hand_over(
     prompt = PROMPTS[name]
     request = prompt.request(name, sampling_params=GREEDY)
     on_d = dataclasses.replace(ON_D, remote_port=port)
-    d.add(
+    d.send(
         dataclasses.replace(request, kv_transfer_params=on_d),
         prompt.tensors if tensors_on_d else {},
     )
-    p.add(dataclasses.replace(request, kv_transfer_params=ON_P), prompt.tensors)
-    return await d.outputs(name)
-
-
-def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
-    assert [output.error for output in outputs if output.error] == []
-    return [token_id for output in outputs for token_id in output.new_token_ids]
+    p.send(dataclasses.replace(request, kv_transfer_params=ON_P), prompt.tensors)
+    return await d.answer(name)
 
 
 async def test_d_decodes_what_p_has_seen(model: Path, expected: dict[str, list[int]]) -> None:

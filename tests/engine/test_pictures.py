@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
 from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, LogprobsLists
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelError, VisionConfig
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.engines import load, run_to_end
 from support.models import LLAVA, NUM_IMAGE_TOKENS
 from support.pictures import Picture, Prompt, hf_greedy
 from support.samples import sampled
@@ -73,24 +70,10 @@ class Engine:
     """An engine, which is stepped by hand."""
 
     def __init__(self, model: Path, **fields: Any) -> None:
-        settings: dict[str, Any] = {
-            "num_threads": 1,
-            "block_size": BLOCK_SIZE,
-            "num_blocks": 300,
-            "max_model_len": 96,
-            "kv_connector": "none",
-            "async_scheduling": False,
-            **fields,
-        }
-        self.loaded = load_engine(
-            EngineConfig(model=str(model), **settings),
-            role="decode",
-            engine_id="d",
-            metrics=KVTransferMetrics(CollectorRegistry()),
-        )
+        settings = {"block_size": BLOCK_SIZE, "num_blocks": 300, "max_model_len": 96}
+        self.loaded = load(model, **{**settings, "async_scheduling": False, **fields})
         self.core = self.loaded.core
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
-        self._num_steps = itertools.count()
 
     def add(self, name: str, prompt: Prompt, **fields: Any) -> None:
         tensors = fields.pop("tensors", prompt.tensors)
@@ -98,12 +81,7 @@ class Engine:
 
     def run(self) -> dict[str, list[int]]:
         """Return the tokens of what was added."""
-        self.outputs = {}
-        while self.core.has_work():
-            for outputs in self.core.step().outputs.values():
-                for output in outputs:
-                    self.outputs.setdefault(output.request_id, []).append(output)
-        assert not self.core.scheduler.requests
+        self.outputs = run_to_end(self.core)
         return {
             name: [token_id for output in outputs for token_id in output.new_token_ids]
             for name, outputs in self.outputs.items()

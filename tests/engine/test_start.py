@@ -7,23 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
-from pdserve_engine.config import EngineConfig
+from support.engines import load
 
 pytestmark = pytest.mark.slow
-
-
-def load(model: Path, **fields: Any) -> LoadedEngine:
-    settings: dict[str, Any] = {"num_threads": 1, "kv_connector": "none", "num_blocks": 160}
-    return load_engine(
-        EngineConfig(model=str(model), **settings | fields),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
 
 
 def test_a_start_says_what_was_measured_and_what_is_served(
@@ -31,7 +18,7 @@ def test_a_start_says_what_was_measured_and_what_is_served(
 ) -> None:
     model = make_model()
     with caplog.at_level(logging.INFO, logger="pdserve_engine"):
-        engine = load(model)
+        engine = load(model, num_blocks=160)
     engine.close()
     assert "MiB besides weights and KV" in caplog.text
     (loaded,) = [m for m in caplog.messages if m.startswith(f"loaded {model.name} in ")]
@@ -45,7 +32,7 @@ def test_what_is_loaded_is_kept_from_the_collector_until_the_end(
     calls = []
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
-    engine = load(make_model())
+    engine = load(make_model(), num_blocks=160)
     assert calls[-1] == "freeze"
     engine.close()
     assert calls[-1] == "unfreeze"
@@ -57,7 +44,7 @@ def test_what_is_loaded_is_kept_from_the_collector_until_the_end(
 def test_an_engine_says_how_much_of_a_token_depends_on_the_batch(
     model_impl: str, determinism: str, make_model: Callable[..., Path]
 ) -> None:
-    engine = load(make_model(), model_impl=model_impl)
+    engine = load(make_model(), num_blocks=160, model_impl=model_impl)
     engine.close()
     assert engine.info.determinism == determinism
 
@@ -70,5 +57,5 @@ def test_prompts_that_no_step_could_hold_whole_are_refused_at_the_start(
     model = make_model()
     refusal = r"max_num_batched_tokens is 512, .* must be at least max_model_len \(2048\)"
     with pytest.raises(ValueError, match=refusal):
-        load(model, max_num_batched_tokens=512, **setting)
-    load(model, max_num_batched_tokens=2048, **setting).close()
+        load(model, num_blocks=160, max_num_batched_tokens=512, **setting)
+    load(model, num_blocks=160, max_num_batched_tokens=2048, **setting).close()

@@ -1,17 +1,11 @@
 """How long a step may take before its worker counts as hung."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.launch import launch_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
 from pdserve_engine.request.watchdog import (
     LINEAR_CONTEXT,
@@ -21,6 +15,7 @@ from pdserve_engine.request.watchdog import (
     work_of,
 )
 from support.clock import Clock
+from support.engines import Client, launched
 from support.steps import exchange_parts, held_steps
 from support.waiting import until
 
@@ -143,35 +138,13 @@ def test_work_grows_with_tokens_and_with_what_they_look_back_on() -> None:
 async def test_an_engine_learns_from_its_steps(
     make_model: Callable[..., Path], is_async: bool
 ) -> None:
-    config = EngineConfig(
-        model=str(make_model()),
-        num_threads=1,
-        kv_connector="none",
-        kv_cache_memory_mib=8,
-        engine_process="inproc",
-        async_scheduling=is_async,
-    )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d", registry=CollectorRegistry()
-    )
-    outputs: list[EngineCoreOutputs] = []
-    index = engine.register_client(outputs.append)
-    params = SamplingParams(max_tokens=1)
-    request = EngineCoreRequest(
-        request_id="a", prompt_token_ids=(5, 6, 7), sampling_params=params, client_index=index
-    )
-    engine.add_request(request)  # what is slow once is over then
-    await until(lambda: "a" in ended(outputs))
-    watch = StepWatch(timeout_s=TIMEOUT_S, min_bound_s=0.1)
-    exchange_parts(engine, step_watch=watch)
-    engine.add_request(dataclasses.replace(request, request_id="b"))
-    await until(lambda: "b" in ended(outputs))
-    with held_steps():
-        engine.add_request(dataclasses.replace(request, request_id="c"))
-        await until(lambda: engine.problem() is not None)
-        assert "a step has taken more than" in engine.problem()
-    await engine.close()
-
-
-def ended(messages: list[EngineCoreOutputs]) -> set[str]:
-    return {o.request_id for message in messages for o in message.outputs if o.finished}
+    settings = {"engine_process": "inproc", "async_scheduling": is_async}
+    async with launched(make_model(), kv_cache_memory_mib=8, **settings) as engine:
+        client = Client(engine)
+        await client.run("a", 1)  # what is slow once is over then
+        exchange_parts(engine, step_watch=StepWatch(timeout_s=TIMEOUT_S, min_bound_s=0.1))
+        await client.run("b", 1)
+        with held_steps():
+            client.add("c", 1)
+            await until(engine.problem)
+            assert "a step has taken more than" in (engine.problem() or "")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.stop import check_stop
+from support.requests import held_request
 
 PROMPT = (1, 1, 1, 1)
 
@@ -28,10 +28,7 @@ class Watched(list[int]):
 
 def request_of(output: list[int], detection: RepetitionDetectionParams) -> tuple[Request, Watched]:
     params = SamplingParams(ignore_eos=True, repetition_detection=detection)
-    engine_request = EngineCoreRequest(
-        request_id="a", prompt_token_ids=PROMPT, sampling_params=params
-    )
-    request = Request(engine_request, max_model_len=1 << 20, seed=0)
+    request = held_request(prompt=PROMPT, params=params, max_model_len=1 << 20)
     request._all_token_ids = token_ids = Watched([*PROMPT, *output])
     return request, token_ids
 

@@ -16,6 +16,7 @@ from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.request.request import RequestStatus
 from support.clock import Clock
 from support.grammars import ScriptedCompiler
+from support.samples import seeds
 from support.scripted_engine import (
     ON_D,
     ON_P,
@@ -377,7 +378,7 @@ def looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.usefixtures("looks_ahead")
 def test_tokens_are_the_same_however_late_masks_are(
     make_engine: Callable[..., Engine],

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.groups import NUM_SUMS, tree_sum
+from support.samples import seeds
 
 # Fewer, as many and more than a tile and a block of rows have, and what lies between.
 ROW_COUNTS = [*range(71), 129, 192, 193, 400]
@@ -28,7 +29,7 @@ def assert_near(actual, x, weight, bias=None):
     assert (excess <= 0).all(), excess.max()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_any_shape(seed):
     torch.manual_seed(seed)
     choose = random.Random(seed).choice
@@ -136,7 +137,7 @@ def with_bias(sums, bias):
     return (sums if bias is None else sums + bias.float()).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_product_in_eight_sums_is_the_tree_of_its_parts(seed):
     torch.manual_seed(seed)
     choose = random.Random(seed).choice

@@ -11,6 +11,7 @@ from integer_weights import KINDS, exact, make_weight
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.groups import tree_sum
 from pdserve_kernels.reference.quantization import quantize
+from support.samples import seeds
 
 ROW_COUNTS = [*range(1, 14), 64, 129, 193]
 pytestmark = pytest.mark.usefixtures("each_isa")
@@ -31,7 +32,7 @@ def assert_near(actual, x, weight, bias=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_any_shape(kind, seed):
     torch.manual_seed(seed)
     choose = random.Random(f"{seed}").choice

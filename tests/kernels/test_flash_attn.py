@@ -15,6 +15,7 @@ import torch
 from pdserve_kernels import KernelSet, name_of, reference, select, use_on_cuda
 from pdserve_kernels.kv_scales import FP8
 from support.flash_attn import RECORDED, SIGNATURE, installed, make_flash_attn, signature_of
+from support.samples import seeds
 
 pytest.importorskip("triton")
 
@@ -91,7 +92,7 @@ def test_it_is_imported_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_attention_of_any_batch_agrees_with_dense_attention_and_the_reference(
     kernels: KernelSet, make_batch: MakeBatch, dense_attention: Attend, seed: int
 ) -> None:
@@ -201,7 +202,7 @@ needs_it = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16))
 class TestInstalled:
     pytestmark = needs_it
 

@@ -12,6 +12,7 @@ from pdserve_kernels.cpu.decoder import FUNCTIONS
 from pdserve_kernels.cpu.linear_int import PANEL
 from pdserve_kernels.decoder import run_layer_by_layer
 from pdserve_kernels.lora import LoraRows, LoraSegment
+from support.samples import seeds
 
 pytestmark = pytest.mark.usefixtures("each_isa")
 
@@ -60,7 +61,7 @@ def panels_one_by_one(parts, packed):
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_panels_are_packed_as_one_by_one(seed):
     rng = random.Random(seed)
     num_parts = rng.choice((1, 1, 2, 3))

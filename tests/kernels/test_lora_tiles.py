@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 
 from pdserve_kernels.triton.lora import TILE_ROWS
 from pdserve_kernels.triton.step_lora import NONE, lora_columns, max_num_tiles
+from support.samples import seeds
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_each_row_with_an_adapter_is_in_one_tile_of_its_adapter(seed: int) -> None:
     rng = random.Random(seed)
     num_slots = rng.randint(1, 20)

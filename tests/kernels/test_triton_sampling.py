@@ -9,6 +9,7 @@ from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
 from pdserve_kernels.sampling_batch import PenalizedTokens
+from support.samples import seeds
 from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU_OR_INTERPRETED
 
 VOCAB_SIZES = [1, 31, 1000, 3001] if INTERPRETED else [1, 31, 1000, 3001, 128_256, 151_936]
@@ -124,7 +125,7 @@ def test_filters_keep_what_the_reference_keeps(kernels, vocab_size):
 
 
 @pytest.mark.parametrize("sizes", [(2048, 8192), (12, 64)], ids=str)
-@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 30))
+@pytest.mark.parametrize("seed", seeds(2 if INTERPRETED else 30))
 def test_filters_of_hard_logits_keep_what_the_reference_keeps(kernels, seed, sizes, monkeypatch):
     """Also with few programs, and with room for so few values that pivots are picked."""
     from pdserve_kernels.triton import filters

@@ -25,7 +25,7 @@ class PoolingEngine:
     def add(self, name: str, prompt: Sequence[int], task: str = "embed", **fields: Any) -> None:
         """`fields` are of the request, or of its PoolingParams."""
         ours = {key: fields.pop(key) for key in ("dimensions", "use_activation") if key in fields}
-        self.front_end.add(
+        self.front_end.send(
             EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=tuple(prompt),
@@ -39,7 +39,7 @@ class PoolingEngine:
 
     async def output(self, name: str) -> EngineCoreOutput:
         """Wait for the request's only output."""
-        (output,) = await self.front_end.outputs(name)
+        (output,) = await self.front_end.answer(name)
         return output
 
     async def pool(

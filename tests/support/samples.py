@@ -20,3 +20,11 @@ def sampled(cases: Iterable[Any], *kept: Any) -> list[ParameterSet]:
         )
         for case in cases
     ]
+
+
+NUM_SEEDS = 10
+
+
+def seeds(count: int, *, kept: int = NUM_SEEDS) -> list[ParameterSet]:
+    """Return so many seeds of random cases, of which the first ones are not marked `soak`."""
+    return sampled(range(count), *range(min(count, kept)))

@@ -15,22 +15,19 @@ from typing import Any
 import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
-    EngineCoreRequest,
     ErrorCode,
     FinishReason,
 )
-from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.clients.loading import load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar import manager
 from pdserve_engine.grammar.manager import StructuredOutputManager
+from support.engines import load
 from support.grammars import EOS, MODEL, hold_masks
+from support.requests import make_request
 from support.schemas import Judge, accepted_schemas, answer_bytes
 from support.steps import batch_of
 
@@ -51,19 +48,10 @@ REASONING = {"reasoning_ended": False, "reasoning_parser_kwargs": {"reasoning_en
 class Engine:
     """An engine of the bundled model that is stepped by hand."""
 
-    def __init__(self, **overrides: object) -> None:
-        config = EngineConfig(
-            model=str(MODEL),
-            kv_connector="none",
-            max_num_seqs=NUM_ROWS,
-            num_threads=1,
-            **{"num_blocks": 256, **overrides},  # type: ignore[arg-type]
-        )
-        metrics = KVTransferMetrics(CollectorRegistry())
+    def __init__(self, **overrides: Any) -> None:
         self._wakeup = threading.Event()
-        self.loaded = load_engine(
-            config, role="decode", engine_id="d", metrics=metrics, wakeup=self._wakeup.set
-        )
+        settings = {"max_num_seqs": NUM_ROWS, "num_blocks": 256}
+        self.loaded = load(MODEL, wakeup=self._wakeup.set, **{**settings, **overrides})
         self.core = self.loaded.core
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
@@ -74,15 +62,7 @@ class Engine:
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
         self.tokens[name] = []
-        self.core.add_request(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=tuple(prompt),
-                sampling_params=params,
-                eos_token_id=EOS,
-                **fields,
-            )
-        )
+        self.core.add_request(make_request(name, prompt, params, eos_token_id=EOS, **fields))
 
     def run(self, between: Callable[[], None] = lambda: None) -> None:
         """Step until each request has ended; `between` runs before each step."""
@@ -108,22 +88,18 @@ class Engine:
             if output.finished:
                 self.ends[output.request_id] = output
 
-    def close(self) -> None:
-        self.core.close()
-        self.loaded.close()
-
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(**overrides: object) -> Engine:
+    def make(**overrides: Any) -> Engine:
         engines.append(Engine(**overrides))
         return engines[-1]
 
     yield make
     for engine in engines:
-        engine.close()
+        engine.loaded.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from pdserve_engine.grammar.manager import (
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import SPECIAL
 from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids, hold_masks
+from support.samples import seeds
 
 Compile = Callable[[dict[str, Any]], CompiledGrammar]
 
@@ -117,7 +118,7 @@ def walk(manager: Manager, row: int, rng: random.Random, num_tokens: int) -> lis
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_mask_is_what_a_regex_library_says(
     compile_format: Compile, manager: Manager, vocabulary: list[bytes], pattern: str, seed: int
 ) -> None:
@@ -155,7 +156,7 @@ def test_a_bit_is_set_if_the_token_is_accepted(
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format["type"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_row_made_anew_is_where_the_one_that_went_on_is(
     compile_format: Compile, manager: Manager, format: dict[str, Any], seed: int
 ) -> None:
@@ -174,7 +175,7 @@ def test_a_row_made_anew_is_where_the_one_that_went_on_is(
         manager.accept({0: [token_ids[-1]]})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_answers_that_end_are_valid(compile_format: Compile, manager: Manager, seed: int) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     manager.add(0, compile_format({"type": "json_schema", "json_schema": SCHEMA}), ())

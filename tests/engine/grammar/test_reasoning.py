@@ -21,6 +21,7 @@ from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.native import Matcher, TokenizerInfo, compile_structural_tag
 from pdserve_engine.grammar.vocabulary import SPECIAL, make_tokenizer_info
 from support.grammars import EOS, MODEL, VOCAB_SIZE
+from support.samples import seeds
 
 NUMBER = StructuredOutputsParams(regex="[0-9]+")
 # All short ones of two characters: one may begin within another one's end.
@@ -73,7 +74,7 @@ def test_the_first_marker_ends_it(tokenizer_info: TokenizerInfo, marker: str) ->
 
 
 @pytest.mark.parametrize("marker", MARKERS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_each_bit_is_right_before_the_marker_and_behind(
     tokenizer_info: TokenizerInfo, marker: str, seed: int
 ) -> None:

@@ -17,6 +17,7 @@ from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
 from pdserve_engine.grammar.native import CompiledGrammar
 from support.grammars import EOS, MODEL, hold_masks
 from support.model_driver import Driver
+from support.samples import seeds
 
 Compile = Callable[[dict[str, Any]], CompiledGrammar]
 
@@ -113,7 +114,7 @@ def grammars_of(driver: Driver) -> Any:
     return driver.runner._batch.sampling.grammars
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_preemptions_and_late_masks_change_no_token(
     driver: Driver, compile_format: Compile, seed: int
 ) -> None:

@@ -1,10 +1,10 @@
 """Engines with tiers of KV besides a pool that is too small for their conversations."""
 
 import functools
+import itertools
 import os
 import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve_common.engine_types import EngineCoreRequest, PauseMode
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.engine_types import PauseMode
 from pdserve_common.verbs import ResetPrefixCache, Sleep, WakeUp
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_offload.offload import KVOffload
 from pdserve_engine.runner.control import HANDLERS, Wait
+from support.engines import generate_greedily, load
 from support.metrics import samples_of, total
 from support.samples import sampled
 from support.waiting import wait_until
@@ -29,7 +27,6 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_OUTPUT = 6
 MIB = 1 << 20
-PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 SLIDING = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -53,41 +50,17 @@ class Runner:
             **overrides,
         }
         self.registry = CollectorRegistry()
-        self._woken = threading.Event()
-        self.loaded: LoadedEngine = load_engine(
-            EngineConfig(model=str(model), kv_connector="none", **settings),  # type: ignore[arg-type]
-            role="decode",
-            engine_id="d0",
-            metrics=KVTransferMetrics(self.registry),
-            wakeup=self._woken.set,
-        )
+        self.loaded = load(model, registry=self.registry, **settings)
         self.core = self.loaded.core
-        self.tokens: dict[str, list[int]] = {}
-        self.num_cached: dict[str, int] = {}
+        self._names = map(str, itertools.count())
 
     def ask(self, *prompts: list[int]) -> list[list[int]]:
         """Return the answers; the prompts are computed together."""
-        names = [f"r{len(self.tokens) + number}" for number in range(len(prompts))]
-        for name, prompt in zip(names, prompts, strict=True):
-            self.tokens[name] = []
-            self.core.add_request(
-                EngineCoreRequest(
-                    request_id=name, prompt_token_ids=tuple(prompt), sampling_params=PARAMS
-                )
-            )
-        while not self._step():
-            if not self.core.has_work():
-                self._woken.wait(0.1)
-                self._woken.clear()
-        return [self.tokens[name] for name in names]
+        asked = {next(self._names): prompt for prompt in prompts}
+        return list(generate_greedily(self.loaded, asked, NUM_OUTPUT).values())
 
-    def _step(self) -> bool:
-        result = self.core.step() if self.core.has_work() else self.core.poll()
-        for outputs in result.outputs.values():
-            for output in outputs:
-                assert output.error is None, output.error
-                self.tokens[output.request_id] += output.new_token_ids
-        return not self.core.scheduler.has_requests()
+    def _step(self) -> None:
+        assert not (self.core.step() if self.core.has_work() else self.core.poll()).outputs
 
     def store(self) -> None:
         """Wait until what was offered is in the tiers."""

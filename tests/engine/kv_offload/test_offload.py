@@ -17,6 +17,7 @@ from pdserve_engine.kv_offload.host_tier import HostTier
 from pdserve_engine.kv_offload.offload import KVOffload
 from pdserve_engine.request.request import RequestStatus
 from support.metrics import value
+from support.samples import seeds
 from support.scripted_engine import BLOCK_SIZE, Engine, cached_blocks, check_places, expected
 from support.waiting import wait_until
 
@@ -301,7 +302,7 @@ def test_a_copier_that_fails_costs_a_copy_only(
 
 
 @pytest.mark.parametrize("capacity", [3, 20, 1000])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_random_conversations(capacity: int, seed: int) -> None:
     """Requests of few prefixes come, wait, are aborted, superseded and evicted, in any order."""
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from pdserve_engine.kv_offload.disk_tier import DiskTier
 from pdserve_engine.kv_offload.host_tier import HostTier
 from pdserve_engine.kv_offload.prefix_index import PrefixIndex
 from pdserve_engine.kv_offload.tier import KVTier
+from support.samples import seeds
 
 BLOCK_BYTES = 96
 CAPACITY = 6
@@ -120,7 +121,7 @@ def test_a_random_life(tier: KVTier) -> None:
 # ---- which block goes
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_an_index_keeps_prefixes_whole(seed: int) -> None:
     """Of random trees of prefixes, whatever is used and added: no block loses its parent, and of
     those that nothing continues the one goes that was not used for longest.

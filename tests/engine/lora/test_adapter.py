@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save, save_file
 from pdserve_engine.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter
 from pdserve_engine.lora.adapter_config import LoraError, parse_adapter_config
 from support.adapters import ALL_PROJECTIONS
+from support.samples import seeds
 
 LAYER = {"self_attn.q_proj": (32, 16), "self_attn.o_proj": (16, 32), "mlp.down_proj": (16, 24)}
 TARGETS = {
@@ -188,7 +189,7 @@ REFUSED_CONFIGS: dict[str, tuple[object, str]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_the_first_pattern_that_a_name_ends_in_counts(seed: int) -> None:
     rng = random.Random(seed)
     parts = [name.split(".") for name in TARGETS]
@@ -298,7 +299,7 @@ def test_a_file_that_its_config_leaves_no_room_for_is_not_read(tmp_path: Path) -
         read(folder)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_a_broken_file_is_refused_whole(tmp_path: Path, seed: int) -> None:
     """Cut off, with bits turned, with bytes put in or left out, or anything at all."""
     generator = random.Random(seed)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.executor import PackedAdapter
 from pdserve_engine.request.request import Request
 from support.clock import Clock
+from support.requests import held_request
+from support.samples import seeds
 
 
 class Store:
@@ -52,13 +52,8 @@ class Stage:
     def request(self, digest: str) -> Request:
         self.clock.now_s += 1
         self.num_requests += 1
-        core_request = EngineCoreRequest(
-            request_id=f"r{self.num_requests}",
-            prompt_token_ids=(1,),
-            sampling_params=SamplingParams(),
-            lora_request=LoRARequest(lora_name="", digest=digest),
-        )
-        return Request(core_request, max_model_len=8, seed=0)
+        lora = LoRARequest(lora_name="", digest=digest)
+        return held_request(f"r{self.num_requests}", lora_request=lora)
 
     def begin(self, digest: str) -> Request:
         request = self.request(digest)
@@ -166,17 +161,13 @@ def test_what_was_not_used_for_longest_goes_and_never_what_is_pinned_or_in_use()
 
 def test_requests_without_adapters_and_a_pool_without_a_store() -> None:
     pool = AdapterPool()
-    plain = Request(
-        EngineCoreRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams()),
-        max_model_len=8,
-        seed=0,
-    )
+    plain = held_request()
     assert pool.acquire(plain)
     pool.release(plain)
     assert not pool.acquire(Stage().request("1"))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_in_any_order_no_request_loses_its_adapter_and_memory_is_bounded(seed: int) -> None:
     rng = random.Random(seed)
     stage = Stage(max_loras=4)

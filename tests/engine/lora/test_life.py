@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from pdserve_common.capabilities import Capabilities, check_served
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from pdserve_common.engine_types import EngineCoreRequest, ErrorCode
 from pdserve_common.errors import (
     AdapterNotHeldError,
     FailedPreconditionError,
     InvalidRequestError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import (
     AddLora,
     ListLoras,
@@ -30,16 +28,15 @@ from pdserve_common.verbs import (
     UnpinLora,
     WakeUp,
 )
-from pdserve_engine.clients.launch import WorkerEngine, launch_engine
-from pdserve_engine.config import EngineConfig
+from pdserve_engine.clients.launch import WorkerEngine
+from support import engines
 from support.adapters import merged_greedy, write_adapter
+from support.engines import LONG, launched, until_idle
 from support.hub import FakeHub
 from support.waiting import until
 
 PROMPT = list(range(2, 50))
 NUM_TOKENS = 12
-# So many tokens take longer than a test, which ends what asks for them.
-LONG = 8000
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,27 +77,20 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@contextlib.asynccontextmanager
-async def started(model: Path, kind: str, **fields: Any) -> AsyncIterator[WorkerEngine]:
-    where: dict[str, Any] = {"engine_process": kind}
-    if kind == "ranks":
-        where = {"tensor_parallel_size": 2}
-    config = EngineConfig(
-        model=str(model),
+def started(
+    model: Path, kind: str, **fields: Any
+) -> contextlib.AbstractAsyncContextManager[WorkerEngine]:
+    is_cut = kind == "ranks"
+    where = {"tensor_parallel_size": 2} if is_cut else {"engine_process": kind}
+    return launched(
+        model,
         dtype="float32",
-        num_threads=1,
-        kv_connector="none",
         kv_cache_memory_mib=8,
         max_num_seqs=4,
         max_loras=2,
         **where,
         **fields,
     )
-    engine = await launch_engine(config, role="decode", engine_id="d", registry=CollectorRegistry())
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -119,56 +109,16 @@ async def engine(shared: WorkerEngine) -> AsyncIterator[WorkerEngine]:
     await until(lambda: shared.stats().num_loras == 0)
 
 
-class Client:
-    """A front end of an engine."""
-
-    def __init__(self, engine: WorkerEngine) -> None:
-        self.engine = engine
-        self.outputs: dict[str, list[EngineCoreOutput]] = {}
-        self.index = engine.register_client(
-            lambda message: (
-                [
-                    self.outputs.setdefault(output.request_id, []).append(output)
-                    for output in message.outputs
-                ]
-                and None
-            )
-        )
+class Client(engines.Client):
+    """A front end of an engine, all of whose requests have one prompt."""
 
     def add(
-        self, request_id: str, adapter: LoRAAdapter | None, max_tokens: int = NUM_TOKENS
-    ) -> None:
+        self, name: str, max_tokens: int = NUM_TOKENS, adapter: LoRAAdapter | None = None
+    ) -> EngineCoreRequest:
         lora = None
         if adapter is not None:
             lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add_request(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=tuple(PROMPT),
-                sampling_params=params,
-                lora_request=lora,
-                client_index=self.index,
-            )
-        )
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [t for output in self.outputs.get(request_id, ()) for t in output.new_token_ids]
-
-    async def end_of(self, request_id: str) -> EngineCoreOutput:
-        def last() -> EngineCoreOutput | None:
-            outputs = self.outputs.get(request_id)
-            return outputs[-1] if outputs and outputs[-1].finished else None
-
-        await until(lambda: last() is not None)
-        end = last()
-        assert end is not None
-        return end
-
-    async def run(self, request_id: str, adapter: LoRAAdapter | None) -> list[int]:
-        self.add(request_id, adapter)
-        assert (await self.end_of(request_id)).finish_reason is FinishReason.LENGTH
-        return self.tokens(request_id)
+        return super().add(name, max_tokens, PROMPT, lora_request=lora)
 
 
 def adding(name: str, path: str = "", digest: str = "") -> AddLora:
@@ -190,11 +140,13 @@ async def test_an_adapter_is_added_used_and_removed(
     assert engine.info.adapters_version > version
     deep = await engine.call(adding("deep one", "b/deep"))
     assert engine.info.adapters == (adapter, deep)
-    assert await client.run("with", adapter) == merged_greedy(model, root / "a", PROMPT, NUM_TOKENS)
-    assert await client.run("other", deep) == merged_greedy(
+    assert await client.run("with", adapter=adapter) == merged_greedy(
+        model, root / "a", PROMPT, NUM_TOKENS
+    )
+    assert await client.run("other", adapter=deep) == merged_greedy(
         model, root / "b" / "deep", PROMPT, NUM_TOKENS
     )
-    assert await client.run("base", None) == hf_greedy(model, PROMPT, NUM_TOKENS)
+    assert await client.run("base") == hf_greedy(model, PROMPT, NUM_TOKENS)
     assert {each.adapter: each.num_requests for each in await engine.call(ListLoras())} == {
         adapter: 0,
         deep: 0,
@@ -215,13 +167,13 @@ async def test_an_adapter_is_added_used_and_removed(
             Capabilities.of(engine.info),
         )
     # One that was checked before gets the same answer from the engine itself, and holds nothing.
-    client.add("late", adapter)
+    client.add("late", adapter=adapter)
     end = await client.end_of("late")
     assert end.error is not None
     assert (end.error.code, end.error.is_retryable) == (ErrorCode.FAILED_PRECONDITION, True)
     assert client.tokens("late") == []
-    await until(lambda: engine.stats().num_free_blocks == engine.stats().num_total_blocks)
-    engine.unregister_client(client.index)
+    await until_idle(engine)
+    client.close()
 
 
 async def test_a_running_request_keeps_what_was_replaced_or_removed(
@@ -229,17 +181,17 @@ async def test_a_running_request_keeps_what_was_replaced_or_removed(
 ) -> None:
     client = Client(engine)
     old = await engine.call(adding("a"))
-    client.add("old", old, LONG)
-    await until(lambda: bool(client.tokens("old")))
+    await client.start("old", adapter=old)
     new = await engine.call(adding("a", "c"))
     assert new.digest != old.digest
     assert {(each.name, each.digest) for each in engine.info.adapters} == {
         ("a", new.digest),
         ("", old.digest),
     }
-    assert await client.run("new", new) == merged_greedy(model, root / "c", PROMPT, NUM_TOKENS)
-    client.add("new too", new, LONG)
-    await until(lambda: bool(client.tokens("new too")))
+    assert await client.run("new", adapter=new) == merged_greedy(
+        model, root / "c", PROMPT, NUM_TOKENS
+    )
+    await client.start("new too", adapter=new)
     with pytest.raises(FailedPreconditionError, match="at most 2 may be"):
         await engine.call(adding("b", "b/deep"))
     await engine.call(RemoveLora(lora_name="a"))
@@ -252,10 +204,10 @@ async def test_a_running_request_keeps_what_was_replaced_or_removed(
         await until(lambda: len(client.tokens(request_id)) >= wanted)  # noqa: B023
         expected = merged_greedy(model, root / folder, PROMPT, wanted)
         assert client.tokens(request_id)[:wanted] == expected
-        engine.abort_requests(client.index, [request_id])
+        client.abort(request_id)
     await until(lambda: engine.stats().num_running_reqs == 0)
     assert await engine.call(ListLoras()) == ()
-    engine.unregister_client(client.index)
+    client.close()
 
 
 async def test_what_is_pinned_stays_and_what_was_not_used_goes(engine: WorkerEngine) -> None:
@@ -321,14 +273,14 @@ async def test_a_digest_that_is_asked_for_has_to_be_the_folders(engine: WorkerEn
 async def test_asleep_it_loads_nothing_and_keeps_what_it_has(engine: WorkerEngine) -> None:
     client = Client(engine)
     adapter = await engine.call(adding("a"))
-    tokens = await client.run("before", adapter)
+    tokens = await client.run("before", adapter=adapter)
     await engine.call(Sleep(level=2))
     with pytest.raises(FailedPreconditionError, match="asleep at level 2"):
         await engine.call(adding("c"))
     await engine.call(WakeUp())
     assert engine.info.adapters == (adapter,)
-    assert await client.run("after", adapter) == tokens
-    engine.unregister_client(client.index)
+    assert await client.run("after", adapter=adapter) == tokens
+    client.close()
 
 
 async def test_an_add_whose_caller_gives_up_adds_nothing(engine: WorkerEngine) -> None:

@@ -14,6 +14,7 @@ from pdserve_engine.lora.safetensors_file import (
     MAX_HEADER_BYTES,
     parse_safetensors,
 )
+from support.samples import seeds
 
 
 def parse(content: bytes) -> dict[str, torch.Tensor]:
@@ -25,7 +26,7 @@ def make(header: object, data: bytes = b"", *, length: int | None = None) -> byt
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_it_reads_what_the_library_reads(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tensors = {}
@@ -46,7 +47,7 @@ def test_it_reads_what_the_library_reads(seed: int) -> None:
         assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_it_reads_nothing_that_the_library_refuses(seed: int) -> None:
     rng = random.Random(seed)
     content = bytearray(save({name: torch.ones(rng.randint(1, 4), 3) for name in "abc"}))

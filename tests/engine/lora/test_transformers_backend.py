@@ -5,21 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models.base import SupportsLora
 from pdserve_engine.models.registry import load_model, read_model_config
 from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
+from support.engines import generate, loaded
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS
+from support.requests import greedy, make_request
 
 pytestmark = pytest.mark.slow
 
@@ -182,41 +178,20 @@ def test_a_whole_engine_hits_no_prefix_of_another_adapter(
     }
     expected = {name: merged_greedy(folder, path, prompt, 20) for name, path in paths.items()}
     expected[""] = hf_greedy(folder, prompt, 20)
-    engine = load_engine(
-        EngineConfig(
-            model=str(folder),
-            num_threads=1,
-            kv_connector="none",
-            max_model_len=400,
-            max_num_batched_tokens=64,
-            num_blocks=200,
-            lora=tuple(f"{name}={path}" for name, path in paths.items()),
-        ),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
-    adapters = {each.name: each for each in engine.control.adapters.adapters}
-    assert set(adapters) == {"one", "other"}
-    for attempt in ("first", "again"):
-        for name in expected:
-            lora = None
-            if name:
-                lora = LoRARequest(lora_name=name, digest=adapters[name].digest)
-            engine.core.add_request(
-                EngineCoreRequest(
-                    request_id=f"{attempt} {name}",
-                    prompt_token_ids=tuple(prompt),
-                    sampling_params=SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
-                    lora_request=lora,
-                )
+    settings = {"max_model_len": 400, "max_num_batched_tokens": 64, "num_blocks": 200}
+    lora = tuple(f"{name}={path}" for name, path in paths.items())
+    with loaded(folder, lora=lora, **settings) as engine:
+        adapters = {each.name: each.digest for each in engine.control.adapters.adapters}
+        assert set(adapters) == {"one", "other"}
+        asked = [
+            make_request(
+                name,
+                prompt,
+                greedy(20),
+                lora_request=LoRARequest(lora_name=name, digest=adapters[name]) if name else None,
             )
-        tokens: dict[str, list[int]] = {}
-        while engine.core.has_work():
-            for outputs in engine.core.step().outputs.values():
-                for output in outputs:
-                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert tokens == {f"{attempt} {name}": each for name, each in expected.items()}
-        num_hits = engine.core.scheduler.kv.prefix_cache_hits
-        assert num_hits == (0 if attempt == "first" else 3 * 80), "whole blocks of each prompt"
-    engine.close()
+            for name in expected
+        ]
+        for num_hits in (0, 3 * 80):  # whole blocks of each prompt
+            assert generate(engine.core, asked) == expected
+            assert engine.core.scheduler.kv.prefix_cache_hits == num_hits

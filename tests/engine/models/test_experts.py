@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models.base import SupportsLora
@@ -24,6 +18,7 @@ from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import check_shards
 from pdserve_engine.models.stage import check_stages
 from support.adapters import merged_greedy, write_adapter
+from support.engines import generate_greedily, loaded
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import NATIVE_MODELS
 
@@ -190,30 +185,9 @@ def test_a_whole_engine_hits_prefixes_and_says_what_transformers_does(
     make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
 ) -> None:
     folder = build(make_model, "mixtral")
-    config = EngineConfig(
-        model=str(folder),
-        num_threads=1,
-        kv_connector="none",
-        max_model_len=400,
-        max_num_batched_tokens=64,
-        num_blocks=200,
-    )
-    metrics = KVTransferMetrics(CollectorRegistry())
-    engine = load_engine(config, role="decode", engine_id="d", metrics=metrics)
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    for attempt in ("first", "again"):
-        prompts = {f"{attempt} {n}": make_prompt(n) for n in (20, 90, 150)}
-        for request_id, prompt in prompts.items():
-            engine.core.add_request(
-                EngineCoreRequest(
-                    request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params
-                )
-            )
-        tokens: dict[str, list[int]] = {}
-        while engine.core.has_work():
-            for outputs in engine.core.step().outputs.values():
-                for output in outputs:
-                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert tokens == {k: hf_greedy(folder, prompt, 10) for k, prompt in prompts.items()}
-        assert (engine.core.scheduler.kv.prefix_cache_hits > 0) == (attempt == "again")
-    engine.close()
+    prompts = {str(n): make_prompt(n) for n in (20, 90, 150)}
+    expected = {name: hf_greedy(folder, prompt, 10) for name, prompt in prompts.items()}
+    with loaded(folder, max_model_len=400, max_num_batched_tokens=64, num_blocks=200) as engine:
+        for attempt in ("first", "again"):
+            assert generate_greedily(engine, prompts, 10) == expected
+            assert (engine.core.scheduler.kv.prefix_cache_hits > 0) == (attempt == "again")

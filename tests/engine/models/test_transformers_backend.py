@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
+from support.engines import generate_greedily, loaded
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, EXPERTS, WINDOW
 
@@ -169,33 +164,8 @@ def test_a_hybrid_model_runs_in_a_whole_engine_with_prefix_hits(
 ) -> None:
     architecture, overrides = BACKEND_MODELS["gemma3"]
     folder = make_model(architecture, **overrides)
-    engine = load_engine(
-        EngineConfig(
-            model=str(folder),
-            num_threads=1,
-            kv_connector="none",
-            max_model_len=400,
-            max_num_batched_tokens=64,
-            num_blocks=200,
-        ),
-        role="decode",
-        engine_id="d",
-        metrics=KVTransferMetrics(CollectorRegistry()),
-    )
-    for attempt in ("first", "again"):
-        prompts = {f"{attempt} {n}": make_prompt(n) for n in (20, 90, 300)}
-        for request_id, prompt in prompts.items():
-            engine.core.add_request(
-                EngineCoreRequest(
-                    request_id=request_id,
-                    prompt_token_ids=tuple(prompt),
-                    sampling_params=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-                )
-            )
-        tokens: dict[str, list[int]] = {}
-        while engine.core.has_work():
-            for outputs in engine.core.step().outputs.values():
-                for output in outputs:
-                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert tokens == {k: hf_greedy(folder, prompt, 40) for k, prompt in prompts.items()}
-    engine.close()
+    with loaded(folder, max_model_len=400, max_num_batched_tokens=64, num_blocks=200) as engine:
+        for _ in range(2):
+            prompts = {str(n): make_prompt(n) for n in (20, 90, 300)}
+            expected = {name: hf_greedy(folder, prompt, 40) for name, prompt in prompts.items()}
+            assert generate_greedily(engine, prompts, 40) == expected

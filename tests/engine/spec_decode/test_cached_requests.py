@@ -2,11 +2,10 @@
 
 import random
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.spec_decode.cached_requests import NUM_MATCHED, CachedRequestProposer
+from support.requests import held_request
 
 PROMPT = (1, 2, 3, 4, 5)
 ANSWER = (11, 12, 13, 14, 15, 16, 17, 18)
@@ -19,14 +18,7 @@ def make_request(
     salt: str | None = None,
     lora: LoRARequest | None = None,
 ) -> Request:
-    core_request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=prompt,
-        sampling_params=SamplingParams(),
-        cache_salt=salt,
-        lora_request=lora,
-    )
-    request = Request(core_request, max_model_len=10_000, seed=0)
+    request = held_request(prompt=prompt, max_model_len=10_000, cache_salt=salt, lora_request=lora)
     request.append_output_token_ids(output)
     return request
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from pdserve_common.engine_types import DraftSource, EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.engine_types import DraftSource
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.composite import CompositeProposer
 from pdserve_engine.spec_decode.factory import make_proposer
 from pdserve_engine.spec_decode.proposer import Draft
+from support.requests import held_request
 
 LIMIT = 3
 
@@ -26,11 +26,7 @@ class Scripted:
 
 
 def make_request(name: str, prompt: tuple[int, ...] = (1, 2), **draft: tuple[int, ...]) -> Request:
-    params = SamplingParams()
-    core_request = EngineCoreRequest(
-        request_id=name, prompt_token_ids=prompt, sampling_params=params
-    )
-    request = Request(core_request, max_model_len=100, seed=0)
+    request = held_request(name, prompt)
     request.forced_token_ids = draft.get("forced", ())
     request.spec_token_ids = draft.get("spec", ())
     return request

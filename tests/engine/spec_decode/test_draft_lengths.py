@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
+from support.requests import held_request
 
 NUM_DRAFTS = 5
 DRAFT = Draft("suffix", range(NUM_DRAFTS))
@@ -22,13 +21,6 @@ class NoProbes(random.Random):
 class OnlyProbes(random.Random):
     def random(self) -> float:
         return 0.0
-
-
-def make_request(request_id: str = "r") -> Request:
-    core_request = EngineCoreRequest(
-        request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams()
-    )
-    return Request(core_request, max_model_len=100, seed=0)
 
 
 def make_costs(costs: dict[int, float], num_requests: int = 1) -> StepCosts:
@@ -49,7 +41,7 @@ def teach(lengths: DraftLengths, request: Request, num_accepted: int, times: int
 
 
 def test_all_are_computed_where_rows_are_free_and_none_where_they_cost_what_steps_do() -> None:
-    request = make_request()
+    request = held_request()
     free = DraftLengths(make_costs(dict.fromkeys(range(1, 7), 1.0)), NoProbes())
     assert choose(free, request) == [NUM_DRAFTS]
     dear = DraftLengths(make_costs({rows: float(rows) for rows in range(1, 7)}), NoProbes())
@@ -57,7 +49,7 @@ def test_all_are_computed_where_rows_are_free_and_none_where_they_cost_what_step
 
 
 def test_a_request_whose_drafts_fail_has_none_and_one_whose_drafts_are_right_has_many() -> None:
-    failing, right = make_request("failing"), make_request("right")
+    failing, right = held_request("failing"), held_request("right")
     lengths = DraftLengths(StepCosts(), NoProbes())
     teach(lengths, failing, 0)
     teach(lengths, right, NUM_DRAFTS)
@@ -66,15 +58,15 @@ def test_a_request_whose_drafts_fail_has_none_and_one_whose_drafts_are_right_has
 
 def test_a_new_request_is_expected_to_be_like_the_others() -> None:
     lengths = DraftLengths(StepCosts(), NoProbes())
-    assert choose(lengths, make_request()) != [0]
-    teach(lengths, make_request(), 0)
-    assert choose(lengths, make_request()) == [0]
-    teach(lengths, make_request(), NUM_DRAFTS)
-    assert choose(lengths, make_request()) == [NUM_DRAFTS]
+    assert choose(lengths, held_request()) != [0]
+    teach(lengths, held_request(), 0)
+    assert choose(lengths, held_request()) == [0]
+    teach(lengths, held_request(), NUM_DRAFTS)
+    assert choose(lengths, held_request()) == [NUM_DRAFTS]
 
 
 def test_of_each_source_it_is_counted_apart() -> None:
-    request = make_request()
+    request = held_request()
     lengths = DraftLengths(StepCosts(), NoProbes())
     teach(lengths, request, 0)
     for _ in range(40):
@@ -85,7 +77,7 @@ def test_of_each_source_it_is_counted_apart() -> None:
 
 
 def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
-    good, better = make_request("good"), make_request("better")
+    good, better = held_request("good"), held_request("better")
     lengths = DraftLengths(make_costs(dict.fromkeys(range(1, 13), 1.0), 2), NoProbes())
     teach(lengths, good, 1)
     teach(lengths, better, NUM_DRAFTS)
@@ -93,7 +85,7 @@ def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
 
 
 def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
-    request = make_request()
+    request = held_request()
     lengths = DraftLengths(StepCosts(), random.Random(0))
     teach(lengths, request, 0)
     counts = []
@@ -109,7 +101,7 @@ def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
 
 
 def test_a_probe_may_also_be_a_step_without_drafts() -> None:
-    request = make_request()
+    request = held_request()
     lengths = DraftLengths(StepCosts(), OnlyProbes())
     found = {choose(lengths, request)[0] for _ in range(100)}
     assert 0 in found
@@ -160,8 +152,8 @@ class FreeRows(StepCosts):
 
 def test_all_are_guessed_until_it_is_known_what_they_cost() -> None:
     lengths = DraftLengths(FreeRows(), NoProbes())
-    teach_guesses(lengths, make_request(), 0)
-    assert guesses(lengths, make_request()) == [NUM_DRAFTS]
+    teach_guesses(lengths, held_request(), 0)
+    assert guesses(lengths, held_request()) == [NUM_DRAFTS]
     assert guesses(lengths) == []
 
 
@@ -178,7 +170,7 @@ def test_all_are_guessed_until_it_is_known_what_they_cost() -> None:
 def test_no_more_are_guessed_than_bring_what_they_cost(
     seconds: float, num_accepted: int, expected: int
 ) -> None:
-    request, costs = make_request(), FreeRows()
+    request, costs = held_request(), FreeRows()
     costs.observe_guesses(1, NUM_DRAFTS, NUM_DRAFTS * seconds)
     lengths = DraftLengths(costs, NoProbes())
     teach_guesses(lengths, request, num_accepted)
@@ -188,7 +180,7 @@ def test_no_more_are_guessed_than_bring_what_they_cost(
 def test_what_guesses_cost_is_known_from_other_numbers_of_requests() -> None:
     costs = FreeRows(num_requests=4)
     costs.observe_guesses(1, 1, 2.0)
-    requests = [make_request(name) for name in "abcd"]
+    requests = [held_request(name) for name in "abcd"]
     lengths = DraftLengths(costs, NoProbes())
     for request in requests:
         teach_guesses(lengths, request, 1)
@@ -198,7 +190,7 @@ def test_what_guesses_cost_is_known_from_other_numbers_of_requests() -> None:
 
 
 def test_none_are_guessed_that_cannot_be_computed() -> None:
-    request, costs = make_request(), FreeRows()
+    request, costs = held_request(), FreeRows()
     costs.observe_guesses(1, 1, 0.01)
     lengths = DraftLengths(costs, NoProbes())
     teach_guesses(lengths, request, NUM_DRAFTS)
@@ -207,7 +199,7 @@ def test_none_are_guessed_that_cannot_be_computed() -> None:
 
 
 def test_a_probe_guesses_all_of_all_or_of_one_where_none_are_worth_it() -> None:
-    requests, costs = [make_request(name) for name in "ab"], FreeRows(num_requests=2)
+    requests, costs = [held_request(name) for name in "ab"], FreeRows(num_requests=2)
     costs.observe_guesses(2, 1, 0.1)
     lengths = DraftLengths(costs, OnlyProbes())
     for request in requests:

@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.suffix import MAX_GAP, SuffixProposer, SuffixText
+from support.requests import held_request
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
 def make_request(prompt: list[int], prediction: Sequence[int] = ()) -> Request:
-    core_request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=tuple(prompt),
-        prediction_token_ids=tuple(prediction),
-        sampling_params=SamplingParams(),
-    )
-    return Request(core_request, max_model_len=1000, seed=0)
+    return held_request(prompt=prompt, prediction_token_ids=tuple(prediction))
 
 
 def text_of(*pieces: list[int]) -> SuffixText:
