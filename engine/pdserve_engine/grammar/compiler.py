@@ -154,19 +154,33 @@ class GrammarCompiler:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                grammar = self._compile(job)
-            except PdserveError as error:
+                self._serve(job)
+            except Exception:
+                logger.exception("a defect in the grammar compiler costs one grammar")
                 self._forget(job)
-                self._fail(job, error)
-            else:
-                self._forget(job, grammar)
-                self._succeed(job, grammar, "compiled")
+                if not job.future.done():
+                    job.future.set_exception(RequestFailedError("the grammar compiler failed"))
         self._drop_process()
 
+    def _serve(self, job: _Job) -> None:
+        try:
+            grammar = self._compile(job)
+        except PdserveError as error:
+            self._forget(job)
+            self._fail(job, error)
+        except Exception as error:
+            logger.exception("a defect in the grammar compiler costs one grammar")
+            self._drop_process()  # an answer to this job may still come from it
+            self._forget(job)
+            self._fail(job, RequestFailedError(f"the grammar compiler failed: {error!r}"))
+        else:
+            self._forget(job, grammar)
+            self._succeed(job, grammar, "compiled")
+
     def _forget(self, job: _Job, grammar: CompiledGrammar | None = None) -> None:
-        """Take a job off the list, and keep what came of it."""
+        """Take a job off the list, if it is there, and keep what came of it."""
         with self._lock:
-            del self._pending[job.tag.digest]
+            self._pending.pop(job.tag.digest, None)
             if grammar is not None:
                 self._cache.put(job.tag.digest, grammar)
 
@@ -238,9 +252,9 @@ class GrammarCompiler:
 
     def _drop_process(self) -> None:
         with self._lock:
-            if self._process is not None:
-                self._process.close()
-            self._process = None
+            process, self._process = self._process, None
+            if process is not None:
+                process.close()
 
 
 def _closed() -> PdserveError:

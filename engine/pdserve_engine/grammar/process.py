@@ -1,5 +1,6 @@
 """The grammar compiler's process, as the engine sees it."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -52,9 +53,14 @@ class CompilerProcess:
         return decode_answer(receive_frame(self._connection))
 
     def kill(self) -> None:
-        """End it now. Any thread: another one that waits for it hears of it."""
+        """End it now. Any thread: another one that waits for it hears of it.
+
+        Where others take all of the processor it may take its time to die, at its priority: it is
+        not waited for longer, and reaped with the start of another process.
+        """
         self._process.kill()
-        self._process.wait(EXIT_TIMEOUT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_TIMEOUT_S)
 
     def close(self) -> None:
         self.kill()
