@@ -8,7 +8,7 @@ the response's only field is its result.
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from pdserve_common.config import MAX_NAME_CHARS, is_adapter_name
 from pdserve_common.engine_types import PauseMode
@@ -30,6 +30,8 @@ class Call(Generic[ResultT]):
     """What an engine is asked for, to be answered with a ResultT."""
 
     __slots__ = ()
+    # Does a defect in it leave the engine as it was? Then it fails the verb alone.
+    IS_CONTAINED: ClassVar[bool] = False
 
     @classmethod
     def title(cls) -> str:
@@ -118,6 +120,8 @@ class Profile(Call[str]):
     ends by itself after some steps: taking it in holds everything up.
     """
 
+    IS_CONTAINED = True
+
     start: bool
 
 
@@ -156,12 +160,16 @@ class RemoveLora(Call[None]):
 class ListLoras(Call[tuple[LoadedLoRA, ...]]):
     """Return all adapters that are loaded."""
 
+    IS_CONTAINED = True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinLora(Call[None]):
     """Never unload what a name stands for to make room for others. Fails if there is none of that
     name.
     """
+
+    IS_CONTAINED = True
 
     lora_name: str
 
@@ -174,6 +182,8 @@ class UnpinLora(Call[None]):
     """Undo PinLora; those that the worker has begun with are pinned too. Fails if there is none of
     that name; one that is not pinned stays so.
     """
+
+    IS_CONTAINED = True
 
     lora_name: str
 

@@ -27,11 +27,14 @@ from pdserve_common.errors import (
     EngineDeadError,
     FailedPreconditionError,
     InvalidRequestError,
+    RequestFailedError,
 )
 from pdserve_common.verbs import (
     VERBS,
     Call,
+    ListLoras,
     Pause,
+    PinLora,
     Profile,
     ResetPrefixCache,
     Resume,
@@ -474,6 +477,35 @@ async def test_a_wait_with_a_timeout_ends_also_while_the_engine_is_idle(
 
     monkeypatch.setitem(control.HANDLERS, Profile, handler)  # type: ignore[arg-type]
     assert await asyncio.wait_for(engine.call(Profile(start=True)), 30.0) == "over"
+
+
+@pytest.mark.parametrize("verb", [Profile(start=True), ListLoras(), PinLora(lora_name="a")])
+async def test_a_defect_of_a_verb_that_changes_nothing_fails_it_alone(
+    engine: InprocEngineClient, monkeypatch: pytest.MonkeyPatch, verb: Call[Any]
+) -> None:
+    async def handler(_: control.EngineControl, verb: Call[Any]) -> None:
+        if not isinstance(verb, ListLoras):
+            await control.Wait(lambda: True)
+        raise ZeroDivisionError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(control.HANDLERS, type(verb), handler)  # type: ignore[arg-type]
+        with pytest.raises(RequestFailedError, match="has failed: ZeroDivisionError: a defect"):
+            await engine.call(verb)
+    assert await engine.call(ListLoras()) == ()
+    await Client(engine).run("a", 3)
+
+
+async def test_a_defect_of_a_verb_that_may_be_half_done_ends_the_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(KVCache, "release", fail)
+    async with launched(model) as engine:
+        with pytest.raises(EngineDeadError, match="a defect"):
+            await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
 
 
 async def test_every_verb_has_a_handler() -> None:

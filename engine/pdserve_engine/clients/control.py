@@ -5,6 +5,7 @@ carried out on the engine thread, awaited with a bound.
 import asyncio
 import dataclasses
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,9 +17,12 @@ from pdserve_common.errors import (
     EngineDeadError,
     FailedPreconditionError,
     PdserveError,
+    RequestFailedError,
 )
 from pdserve_common.verbs import READING_VERBS, Call, ResultT
 from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
+
+logger = logging.getLogger(__name__)
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
 CONTROL_TIMEOUT_S = 600.0
@@ -32,6 +36,7 @@ Future = asyncio.Future[Any]
 class _Running:
     """A verb that has begun, and what it waits for."""
 
+    verb: Call[Any]
     handler: Coroutine[Wait, None, object]
     future: Future
     condition: Callable[[], bool] = lambda: False
@@ -147,7 +152,7 @@ class ControlClient:
 
     def _start(self, verb: Call[Any], future: Future) -> None:
         if not future.done():  # cancelled or too late
-            self._running = _Running(HANDLERS[type(verb)](self._control, verb), future)
+            self._running = _Running(verb, HANDLERS[type(verb)](self._control, verb), future)
             self._advance(self._running)
 
     def _answer(self, verb: Call[Any], future: Future) -> None:
@@ -158,10 +163,12 @@ class ControlClient:
             self._call_soon(_resolve, future, end.value)
         except PdserveError as error:
             self._call_soon(_fail, future, error)
+        except Exception as error:
+            self._call_soon(_fail, future, _contained(verb, error))
 
     def _advance(self, running: _Running) -> None:
         """Run the handler up to what it waits for next. What it refuses goes to the caller; other
-        exceptions are defects and end the engine.
+        exceptions are defects, and end the engine if the verb may have left it half changed.
         """
         try:
             wait = running.handler.send(None)
@@ -169,6 +176,8 @@ class ControlClient:
             self._finish(_resolve, end.value)
         except PdserveError as error:
             self._finish(_fail, error)
+        except Exception as error:
+            self._finish(_fail, _contained(running.verb, error))
         else:
             running.condition = wait.condition
             running.deadline = self._clock() + wait.timeout_s
@@ -193,6 +202,14 @@ class ControlClient:
 
 def _overdue(verb: str) -> PdserveError:
     return DeadlineExceededError(f"{verb} was not done within {CONTROL_TIMEOUT_S:g} s")
+
+
+def _contained(verb: Call[Any], error: Exception) -> PdserveError:
+    """Return what the caller of a verb gets for a defect. Raises it where the engine has to end."""
+    if not verb.IS_CONTAINED:
+        raise error
+    logger.error("%s has failed by a defect", verb.title(), exc_info=error)
+    return RequestFailedError(f"{verb.title()} has failed: {type(error).__name__}: {error}")
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import PauseMode
-from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
+from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, PdserveError
 from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_common.verbs import (
@@ -196,8 +196,16 @@ class EngineControl:
         self, lora: LoRARequest, reading: "Future[PackedAdapter]"
     ) -> PackedAdapter:
         await self._until_done(reading)
-        with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
-            adapter = reading.result()
+        try:
+            with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
+                adapter = reading.result()
+        except (PdserveError, LoraError):
+            raise
+        except Exception as error:  # nothing of it is in the engine yet
+            logger.exception("adapter %r cannot be read", lora.lora_name)
+            raise LoraError(
+                f"adapter {lora.lora_name!r} cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if lora.digest not in ("", adapter.digest):
             raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
         return adapter

@@ -29,6 +29,7 @@ from pdserve_common.verbs import (
     WakeUp,
 )
 from pdserve_engine.clients.launch import WorkerEngine
+from pdserve_engine.runner.adapters import RunnerAdapters
 from support import engines
 from support.adapters import merged_greedy, write_adapter
 from support.engines import LONG, launched, until_idle
@@ -369,3 +370,17 @@ async def test_a_download_ends_with_who_asked_and_may_be_looked_at(
             await asyncio.sleep(0.01)
         assert [each.name for each in engine.info.adapters] == ["b"]
     hub.close()
+
+
+async def test_a_defect_in_reading_an_adapter_refuses_it_and_nothing_else(
+    model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    async with started(model, "inproc", lora_root=str(root)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(RunnerAdapters, "_pack", fail)
+            with pytest.raises(InvalidRequestError, match="cannot be read: ZeroDivisionError"):
+                await engine.call(adding("a"))
+        assert (await engine.call(adding("a"))).name == "a"
