@@ -31,7 +31,7 @@ from pdserve_engine.runner.rank import Rank
 from pdserve_worker.kv_link_client import KVLinkPool
 from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
 from support.requests import PROMPT, greedy, make_request
-from support.waiting import until
+from support.waiting import TIMEOUT_S, until
 
 # So many tokens take longer than a test, which ends what asks for them.
 LONG = 8000
@@ -114,7 +114,9 @@ def run_to_end(
         del left[:at_once]
         between()
         results = []
+        deadline = time.monotonic() + TIMEOUT_S
         while core.scheduler.places.waiting_for_fsm or _only_waits(core):
+            assert time.monotonic() < deadline, "what is waited for does not come"
             time.sleep(0.001)
             results.append(core.poll())
         results.append(core.step())

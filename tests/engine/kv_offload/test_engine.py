@@ -57,7 +57,8 @@ class Runner:
     def ask(self, *prompts: list[int]) -> list[list[int]]:
         """Return the answers; the prompts are computed together."""
         asked = {next(self._names): prompt for prompt in prompts}
-        return list(generate_greedily(self.loaded, asked, NUM_OUTPUT).values())
+        answers = generate_greedily(self.loaded, asked, NUM_OUTPUT)
+        return [answers[name] for name in asked]
 
     def _step(self) -> None:
         assert not (self.core.step() if self.core.has_work() else self.core.poll()).outputs
