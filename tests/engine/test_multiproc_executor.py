@@ -25,7 +25,7 @@ from pdserve_engine.runner.model_source import ModelSource
 from pdserve_kernels.cpu.compiled import library_file
 from support import engines, requests
 from support.adapters import write_adapter
-from support.waiting import wait_until
+from support.waiting import stop_process, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_rank_that_is_killed_ends_what_reads_and_uses_adapters(
         assert tokens_of(engine, "a", lora) != tokens_of(engine, "base")
         executor = executor_of(engine)
         assert executor.adapters is not None
-        os.kill(executor.pids[1], signal.SIGSTOP)
+        stop_process(executor.pids[1])
         reading = executor.adapters.read(folder)
         executor.adapters.discard(reading)
         os.kill(executor.pids[1], signal.SIGKILL)

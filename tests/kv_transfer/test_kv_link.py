@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from pdserve_worker.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPo
 from support.handoff import FaultTransport, make_identity, make_pool, make_transport
 from support.local_transport import LocalRegistry
 from support.metrics import value
+from support.waiting import stop_process
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +87,7 @@ class PProcess:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """SIGSTOP; return when it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        stop_process(self.process.pid)
 
     def begin_to_end(self) -> None:
         if self.process.poll() is None:

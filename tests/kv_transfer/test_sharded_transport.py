@@ -18,7 +18,7 @@ from pdserve_engine.kv_transfer.shards import KVPeer
 from support.handoff import NUM_BLOCKS, Landed, make_identity, welcome_of
 from support.shards import CUTS, cut
 from support.transport_worker import TransportWorker
-from support.waiting import wait_until
+from support.waiting import stop_process, wait_until
 
 SPEC = CUTS["tp 2:1"].spec
 TIMEOUT_S = 30.0
@@ -343,7 +343,7 @@ def test_a_rank_of_p_that_dies_under_a_read_fails_it_once(processes: Processes) 
     peer = processes.connect()
     assert processes.d.ask("read", peer)[2] == ""
     # Over TCP nothing comes of a process that is stopped.
-    processes.p[1].process.send_signal(signal.SIGSTOP)
+    stop_process(processes.p[1].process.pid)
     processes.d.ask("start_read", peer, "60")
     time.sleep(0.5)  # for the other rank's part
     assert processes.d.ask("state") == {"ended": [""], "stalls": 0, "lost": 0}
@@ -364,7 +364,7 @@ def test_a_rank_of_p_that_stops_stalls_a_read_which_ends_when_it_has_landed(
 ) -> None:
     peer = processes.connect()
     assert processes.d.ask("read", peer)[2] == ""
-    processes.p[0].process.send_signal(signal.SIGSTOP)
+    stop_process(processes.p[0].process.pid)
     # Long enough for the rank that goes on, however busy the machine is.
     processes.d.ask("start_read", peer, "4.0")
     processes.wait_for_state(stalls=1, lost=1)

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.controls import ControlError, Controls
 from support.metrics import scrape
 from support.network import CLIENT, Network
+from support.waiting import wait_until_stopped
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 15051, 15080, 15090
@@ -219,7 +221,12 @@ class Cluster:
 
     def stop(self, name: str) -> None:
         """SIGSTOP, for its engine's process as well if that is another."""
-        os.killpg(self.members[name].pid, signal.SIGSTOP)
+        pid = self.members[name].pid
+        children = psutil.Process(pid).children(recursive=True)
+        group = (pid, *(child.pid for child in children if os.getpgid(child.pid) == pid))
+        os.killpg(pid, signal.SIGSTOP)
+        for each in group:
+            wait_until_stopped(each)
         self.members[name].is_stopped = True
 
     def cont(self, name: str) -> None:

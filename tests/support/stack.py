@@ -25,6 +25,7 @@ from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.worker_client import WorkerClient
 from support.metrics import scrape, total
+from support.waiting import stop_process
 
 # Of what has to happen, however busy the machine is.
 READY_TIMEOUT_S = 300.0
@@ -61,7 +62,10 @@ class RunningStack(Stack):
         return service.process
 
     def send_signal(self, name: str, signum: int) -> None:
-        self.process(name).send_signal(signum)
+        if signum == signal.SIGSTOP:
+            stop_process(self.process(name).pid)
+        else:
+            self.process(name).send_signal(signum)
 
     def kill_process(self, name: str) -> None:
         """SIGKILL, and wait: who restores the stack has to find it dead."""
