@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -64,18 +65,21 @@ class ServiceProcess:
 
     def start(self, *, keeps_log: bool = False) -> None:
         with self.log_path.open("ab" if keeps_log else "wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
-                    *(sys.executable, "-m", self.module, *self.flags),
-                ],
-                env=_services_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C goes to us alone: we stop the router first, so that nothing is cut off.
-                start_new_session=True,
-            )
+            self.process = self._launch(log, _services_environment())
+
+    def _launch(self, log: BinaryIO, env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
+                *(sys.executable, "-m", self.module, *self.flags),
+            ],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C goes to us alone: we stop the router first, so that nothing is cut off.
+            start_new_session=True,
+        )
 
     def exit_status(self) -> int | None:
         return self.process.poll() if self.process is not None else None
@@ -103,6 +107,8 @@ def _message(line: str) -> str:
 
 class Stack:
     """A running stack; use as a context manager."""
+
+    service_type: type[ServiceProcess] = ServiceProcess
 
     def __init__(self, config: StackConfig) -> None:
         _check_model(config)
@@ -278,7 +284,7 @@ class Stack:
             "log-level": config.log_level,
             **_tls_flags(config),
         }
-        return ServiceProcess(
+        return self.service_type(
             name, f"pdserve_{role}", port, metrics_port, _flags(flags), log_dir / f"{name}.log"
         )
 
@@ -311,7 +317,7 @@ class Stack:
             "log-level": config.log_level,
             **_tls_flags(config),
         }
-        return ServiceProcess(
+        return self.service_type(
             "router",
             "pdserve_router",
             self.grpc_port,

@@ -212,14 +212,14 @@ def deaths_while_loading(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def hanging_storage(member: Member) -> Iterator[None]:
     """Starts of it wait for ever for the first byte of its model; the last one ends with this."""
-    command = member.command
+    job = member.job
     with tempfile.TemporaryDirectory() as folder:
         os.mkfifo(Path(folder, "config.json"))
-        member.command = [*command, f"--model={folder}"]
+        member.job = job._replace(arguments=[*job.arguments, f"--model={folder}"])
         try:
             yield
         finally:
-            member.command = command
+            member.job = job
             member.kill()
 
 
@@ -240,13 +240,13 @@ def other_weights(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def started_with(world: World, name: str, flag: str) -> Iterator[None]:
     member = world.cluster.members[name]
-    command = member.command
-    member.command = [*command, flag]
+    job = member.job
+    member.job = job._replace(arguments=[*job.arguments, flag])
     try:
         world.cluster.restart(name)
         yield
     finally:
-        member.command = command
+        member.job = job
         member.kill()
 
 

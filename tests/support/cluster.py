@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.controls import ControlError, Controls
+from support.fork_server import ForkedProcess, Job
 from support.metrics import scrape
 from support.network import CLIENT, Network
 from support.waiting import wait_until_stopped
@@ -63,8 +63,7 @@ class Member:
 
     name: str
     host: str
-    command: list[str]
-    env: dict[str, str]
+    job: Job
     log_path: Path
     freeze_path: Path
     controls: Controls
@@ -94,21 +93,14 @@ class Member:
         self.is_stopped = self.is_killed = False
         with self.log_path.open("ab") as log:
             # It ends when this pipe does: with us, whatever happens to us.
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.env,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = ForkedProcess(self.job, log=log, has_stdin=True)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self.is_killed = self.is_killed or self.is_running
         if self.process is not None:
             self.process.kill()
-            self.process.communicate(timeout=EXIT_TIMEOUT_S)
+            self.process.wait(EXIT_TIMEOUT_S)
 
     def terminate(self) -> None:
         """SIGTERM. Raises ClusterError if it is not running."""
@@ -368,10 +360,8 @@ class Cluster:
     def _make_member(self, name: str) -> Member:
         freeze_path = self._folder / f"{name}.freeze"
         controls = Controls(self._folder / f"{name}.sock")
-        command = self._network.command(name) if self._network is not None else []
-        command += [sys.executable, "-m", f"pdserve_{name.split('-')[0]}"]
         flags = self._router_flags(name) if name in self.routers else self._worker_flags(name)
-        command += [f"--{f}" if value is True else f"--{f}={value}" for f, value in flags.items()]
+        arguments = [f"--{f}" if value is True else f"--{f}={value}" for f, value in flags.items()]
         path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
         env = {
             **os.environ,
@@ -380,10 +370,13 @@ class Cluster:
             "PDSERVE_FAULTS_FREEZE": str(freeze_path),
             "FAULTS_SOCKET": str(controls.path),
         }
-        if self._network is None:
-            env.setdefault("UCX_NET_DEVICES", "lo")
+        namespace = ""
+        if self._network is not None:
+            namespace = self._network.namespace(name)
+            env["UCX_NET_DEVICES"] = "all"  # other tests are kept from these devices
+        job = Job(f"pdserve_{name.split('-')[0]}", arguments, env, namespace)
         log_path = self._log_dir / f"{name}.log"
-        return Member(name, self._host(name), command, env, log_path, freeze_path, controls)
+        return Member(name, self._host(name), job, log_path, freeze_path, controls)
 
     def _common_flags(self, name: str) -> dict[str, object]:
         return {"host": self._host(name), "metrics-port": METRICS_PORT, "model": self._model}

@@ -61,10 +61,9 @@ class Network:
         """Return the IPv4 address of a process, or of CLIENT."""
         return self._addresses[name]
 
-    def command(self, name: str) -> list[str]:
-        """Return what to put in front of a command, so that it runs at `name`. It keeps its pid."""
-        everywhere = ["env", "UCX_NET_DEVICES=all"]  # other tests are kept from these devices
-        return ["ip", "netns", "exec", self._namespace(name), *everywhere]
+    def namespace(self, name: str) -> str:
+        """Return where a process runs, as `ip netns` names it."""
+        return f"{PREFIX}{self._id}-{name}"
 
     def partition(self, one: str, other: str) -> None:
         """Drop silently whatever the two send to each other, until `heal`."""
@@ -107,7 +106,7 @@ class Network:
         _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._hub, "link", "set", "bridge", "up")
         for name in self._names:
-            _ip("netns", "add", self._namespace(name))
+            _ip("netns", "add", self.namespace(name))
             self._at(name, "link", "set", "lo", "up")
         for number, name in enumerate(self._addresses):
             self._plug_in(name, f"wire{number}")
@@ -120,20 +119,17 @@ class Network:
         self._at(name, "link", "set", device, "up")
 
     def _remove(self) -> None:
-        for namespace in [*map(self._namespace, self._names), self._hub]:
+        for namespace in [*map(self.namespace, self._names), self._hub]:
             _remove_namespace(namespace)
         # The kernel removes it with its other end, but only some time after this.
         with contextlib.suppress(NetworkError):
             _ip("link", "del", self.link)
 
     def _at(self, name: str, *arguments: str) -> None:
-        _ip(*([] if name == CLIENT else ["-n", self._namespace(name)]), *arguments)
+        _ip(*([] if name == CLIENT else ["-n", self.namespace(name)]), *arguments)
 
     def _device(self, name: str) -> str:
         return self.link if name == CLIENT else "eth0"
-
-    def _namespace(self, name: str) -> str:
-        return f"{PREFIX}{self._id}-{name}"
 
 
 _RULES = RULES.split()

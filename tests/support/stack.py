@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
-from pdserve_client.stack import FREE_PORTS, Stack
+from pdserve_client.stack import FREE_PORTS, ServiceProcess, Stack
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tokenizer_digest import tokenizer_digest
@@ -24,6 +25,7 @@ from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.worker_client import WorkerClient
+from support.fork_server import ForkedProcess, Job
 from support.metrics import scrape, total
 from support.waiting import stop_process
 
@@ -38,8 +40,17 @@ MAX_PROCESSES = 8
 MAX_ROUNDS = 5
 
 
+class ForkedService(ServiceProcess):
+    """One that has its imports from a fork server."""
+
+    def _launch(self, log: BinaryIO, env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        return ForkedProcess(Job(self.module, self.flags, env, namespace=""), log=log)
+
+
 class RunningStack(Stack):
     """A stack that can say what its processes hold."""
+
+    service_type = ForkedService
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the samples of one process, by name with labels as Prometheus prints them."""
@@ -236,7 +247,8 @@ def running_stack(
 def _print_logs(stack: RunningStack) -> None:
     """They say why a test has failed."""
     for process in stack.processes:
-        print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
+        if process.log_path.exists():
+            print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
 
 
 @dataclass(frozen=True)
