@@ -47,9 +47,11 @@ def main() -> None:
 
 
 def _run(config: RouterConfig) -> None:
+    from pdserve_router.api.edge_processes import EdgeSettings, fork_template
     from pdserve_router.server import serve
 
-    uvloop.run(serve(config))
+    template = fork_template(EdgeSettings.from_config(config))
+    uvloop.run(serve(config, template))
 
 
 def _run_one(config: RouterConfig) -> None:

@@ -22,7 +22,7 @@ from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.api.body_guard import BodyGuard
-from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings, TemplateProcess
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
 from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
@@ -304,8 +304,8 @@ class RouterServer:
             await self._rpc.set_serving(self._is_serving)
 
 
-async def serve(config: RouterConfig) -> None:
-    """Run a router until SIGTERM or SIGINT, then drain."""
+async def serve(config: RouterConfig, template: TemplateProcess) -> None:
+    """Run a router until SIGTERM or SIGINT, then drain. `template` is for its large requests."""
     logger.info("config: %s", config)
     raise_descriptor_limit()
     stopping = asyncio.Event()
@@ -315,8 +315,7 @@ async def serve(config: RouterConfig) -> None:
     server = RouterServer(config)
     try:
         await server.start()
-        # In the background: small requests do without.
-        server.edge_processes.start()
+        server.edge_processes.start(template)
         # The tokenizer's library brings hundreds of thousands of objects that stay: 0.2 s of a full
         # collection, which large answers bring about.
         gc.collect()

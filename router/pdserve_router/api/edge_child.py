@@ -1,4 +1,5 @@
-"""python -m pdserve_router.api.edge_child FD SETTINGS: started by EdgeProcesses alone.
+"""The process behind EdgeProcesses: a fork of the router at its start, and later, if that is gone,
+`python -m pdserve_router.api.edge_child FD SETTINGS`.
 
 It loads the tokenizer once and forks a child for each request, so that one costs milliseconds to
 make and takes its memory with it when it ends. It has one thread, and uses no gRPC: a fork is safe.
@@ -18,7 +19,7 @@ import struct
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdserve_common.confined import confine, die_with_parent
 from pdserve_common.errors import InvalidRequestError, PdserveError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # and how many pieces it has.
 LENGTHS = struct.Struct("!QQ")
 ANSWER = struct.Struct("!QQ")
+# Of the router, of the template when it has loaded the tokenizer, and in front of a connection.
 READY = b"r"
 # Where jobs are. By name, as these modules import this one.
 _JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
@@ -39,16 +41,30 @@ _JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
 _NICENESS = 5
 
 
-def main() -> int:
-    """Fork a child for each connection that comes over the inherited socket, until it ends."""
+def main() -> NoReturn:
+    settings = json.loads(sys.argv[2])
+    setup_logging(settings["log_level"], settings["router_id"])
+    be_template(socket.socket(fileno=int(sys.argv[1])), settings)
+
+
+def be_template(control: socket.socket, settings: dict[str, Any]) -> NoReturn:
+    """Fork a child for each connection that comes over `control`, until that ends."""
+    try:
+        _copy_for_each(control, settings)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _copy_for_each(control: socket.socket, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when it ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries children
     die_with_parent()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    settings = json.loads(sys.argv[2])
-    setup_logging(settings["log_level"], settings["router_id"])
     os.nice(_NICENESS)
+    if not control.recv(len(READY)):
+        return  # the router could not start
     processor = _load(settings)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
@@ -56,7 +72,7 @@ def main() -> int:
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not fds:
-            return 0
+            return
         with socket.socket(fileno=fds[0]) as connection:
             if os.fork() == 0:
                 control.close()
@@ -163,4 +179,4 @@ def _pickle(value: object, error: PdserveError | str | None) -> tuple[bytes, int
 
 if __name__ == "__main__":
     logging.captureWarnings(True)
-    sys.exit(main())
+    main()

@@ -5,11 +5,13 @@ loop goes on meanwhile: threads would share its GIL.
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +19,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY
+from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY, be_template
 from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
@@ -114,9 +116,11 @@ class EdgeProcesses:
         metrics.large_requests_waiting.set_function(lambda: self._slots.num_waiting)
         metrics.large_request_bytes.set_function(lambda: self._held.num_bytes)
 
-    def start(self) -> None:
-        """Load the tokenizer for them in the background; else the first large request does."""
-        self._started_template()
+    def start(self, template: "TemplateProcess") -> None:
+        """Copy this one for large requests. Without it, and after its end, the next large request
+        starts one.
+        """
+        self._template = _Template(template)
 
     async def close(self) -> None:
         """End all of them."""
@@ -196,7 +200,7 @@ class EdgeProcesses:
                     retry_after_ms=round(1000 * self._restart_after_s),
                 )
             self._may_start = time.monotonic() + self._restart_after_s
-            self._template = _Template(self._settings)
+            self._template = _Template(_start_template(self._settings))
         return self._template
 
     async def _exchange(
@@ -236,20 +240,77 @@ class EdgeProcesses:
         self._outcomes.labels(outcome=outcome).inc()
 
 
-class _Template:
-    """The process that has loaded the tokenizer, of which all others are copies."""
+# Threads of a library would not be there in a copy.
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
-    def __init__(self, settings: EdgeSettings) -> None:
-        self._control, theirs = socket.socketpair()
+
+class _Process(Protocol):
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateProcess:
+    """The process that loads the tokenizer, and the socket over which it is asked for copies."""
+
+    process: _Process
+    control: socket.socket
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    pid: int
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+def fork_template(settings: EdgeSettings) -> TemplateProcess:
+    """Fork it off this process, which spares it the imports. Must be called before there are
+    threads, connections, or ports that are listened on.
+    """
+    control, theirs = socket.socketpair()
+    # What is there already is not copied when a collection looks at it.
+    gc.freeze()
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        os.environ.update(_ENVIRONMENT)
+        be_template(theirs, json.loads(settings.to_json()))
+    gc.unfreeze()
+    theirs.close()
+    return TemplateProcess(_Fork(pid), control)
+
+
+def _start_template(settings: EdgeSettings) -> TemplateProcess:
+    control, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "pdserve_router.api.edge_child", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            [*command, settings.to_json()],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, **_ENVIRONMENT},
+        )
+    return TemplateProcess(process, control)
+
+
+class _Template:
+    """What watches the process of which all others are copies."""
+
+    def __init__(self, template: TemplateProcess) -> None:
+        self._process, self._control = template.process, template.control
         self._control.setblocking(False)
-        command = [sys.executable, "-m", "pdserve_router.api.edge_child", str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, settings.to_json()],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **_ENVIRONMENT},
-            )
+        with contextlib.suppress(OSError):  # it has ended, which is seen below
+            self._control.send(READY)
         self.has_ended = False
         # False if it ended first.
         self.is_ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -284,14 +345,6 @@ class _Template:
             self._control.close()
             self._process.kill()
             self._process.wait()
-
-
-# Threads of a library would not be there in a copy.
-_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 async def _ask(
