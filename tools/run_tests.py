@@ -62,7 +62,7 @@ PARTS = (
     ),
     # They mostly wait, for processes and for each other.
     Part("services", ("tests", *WAITING), 4, ignored=(*COMPUTING, *STACKS)),
-    Part("stacks", STACKS, 2, has_fast=False),
+    Part("stacks", STACKS, 3, has_fast=False),
 )
 LIVE = Part("live", ("tests/live",), 0, marks="live", has_fast=False)
 

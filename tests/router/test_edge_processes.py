@@ -236,26 +236,30 @@ import asyncio, sys
 import edge_jobs
 from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings, fork_template
 
-async def main():
-    settings = EdgeSettings(
-        model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",
-        default_deadline_s=60, max_deadline_s=90, chat_format="auto",
-        share_prefixes=False, max_images_per_prompt=8,
-    )
+settings = EdgeSettings(
+    model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",
+    default_deadline_s=60, max_deadline_s=90, chat_format="auto",
+    share_prefixes=False, max_images_per_prompt=8,
+)
+
+async def main(template):
     edge = EdgeProcesses(None, settings, RouterMetrics(CollectorRegistry()))
+    if template is not None:
+        edge.start(template)
     await edge.run(edge_jobs.hang, b"", sys.argv[2], client="a", is_small=False)
 
-asyncio.run(main())
+asyncio.run(main(fork_template(settings) if sys.argv[3] == "forked" else None))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's death")
-async def test_none_outlives_the_router(model_dir, tmp_path) -> None:
+@pytest.mark.parametrize("template", ["started", "forked"])
+async def test_none_outlives_the_router(model_dir, tmp_path, template) -> None:
     file = tmp_path / "pid"
     router = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PARENT, str(model_dir), str(file)),
+        *(sys.executable, "-c", PARENT, str(model_dir), str(file), template),
         env={**os.environ, "PYTHONPATH": str(HERE)},
     )
     try:

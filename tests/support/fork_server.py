@@ -26,18 +26,9 @@ from typing import IO, NamedTuple
 
 from pdserve_common.confined import die_with_parent
 
-WORKER_MODULES = (
-    "pdserve_engine.clients.loading",
-    "pdserve_engine.executor.build",
-    "pdserve_prefill.__main__",
-    "pdserve_decode.__main__",
-)
+SERVICE_MODULES = ("pdserve_prefill.__main__", "pdserve_decode.__main__")
+ENGINE_MODULES = ("pdserve_engine.clients.loading", "pdserve_engine.executor.build")
 ROUTER_MODULES = ("pdserve_router.__main__", "pdserve_router.server")
-MODULES = {
-    "pdserve_prefill": WORKER_MODULES,
-    "pdserve_decode": WORKER_MODULES,
-    "pdserve_router": ROUTER_MODULES,
-}
 # A process id, then a status as `waitpid` returns it.
 NUMBER = struct.Struct("!q")
 MAX_JOB_BYTES = 1 << 17
@@ -55,6 +46,15 @@ class Job(NamedTuple):
     environment: Mapping[str, str]
     # Of networks; "" is ours.
     namespace: str
+
+    @property
+    def imported(self) -> Sequence[str]:
+        """The modules that it finds imported; torch is with the engine."""
+        if self.module == "pdserve_router":
+            return ROUTER_MODULES
+        if "--engine-process=subprocess" in self.arguments:
+            return SERVICE_MODULES
+        return (*SERVICE_MODULES, *ENGINE_MODULES)
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
@@ -75,7 +75,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
             stdin = os.open(os.devnull, os.O_RDONLY)
         with theirs:
             try:
-                _server(MODULES[job.module]).send(job, (stdin, log.fileno(), theirs.fileno()))
+                _server(job.imported).send(job, (stdin, log.fileno(), theirs.fileno()))
             finally:
                 os.close(stdin)
         self.pid = self._receive()
