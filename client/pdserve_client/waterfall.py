@@ -39,7 +39,8 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     workers = metrics.decode_engine_id
     if metrics.prefill_engine_id:
         workers = f"{metrics.prefill_engine_id} -> {workers}"
-    lines.append(f"path             {metrics.path}: {workers}")
+    path = f"{metrics.path} ({metrics.route_reason})" if metrics.route_reason else metrics.path
+    lines.append(f"path             {path}: {workers}")
     lines.append(f"determinism      {metrics.determinism}")
     if metrics.num_redrives:
         lines.append(f"redrives         {metrics.num_redrives}")

@@ -63,6 +63,8 @@ class CallerThread:
 
 
 def _call(function: Callable[[], T], future: "Future[T]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # nobody waits; a result would raise, and end the thread of all that follow
     try:
         future.set_result(function())
     except BaseException as error:  # whoever waits gets it

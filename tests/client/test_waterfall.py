@@ -69,6 +69,12 @@ def test_one_sees_how_much_of_the_transfer_the_prefill_hid() -> None:
     assert not any("KV transfer  " in line for line in lines_of(kv_transfer_bytes=0))
 
 
+def test_a_local_request_says_why() -> None:
+    local = {"path": "local", "prefill_engine_id": "", "route_reason": "no_proven_pair"}
+    assert "path             local (no_proven_pair): d" in lines_of(**local)
+    assert "path             disaggregated: p -> d" in lines_of()
+
+
 def test_a_recovered_request_says_so() -> None:
     assert "redrives         2" in lines_of(num_redrives=2)
     assert not any(line.startswith("redrives") for line in lines_of())

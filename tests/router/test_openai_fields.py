@@ -237,6 +237,7 @@ async def test_metrics_in_the_last_chunk(http, path, include_usage) -> None:
     names = {f"{name}_ms" for name, _ in RequestMetrics().milliseconds()}
     assert metrics.keys() == names | {
         "path",
+        "route_reason",
         "prefill_engine_id",
         "decode_engine_id",
         "kv_transport",

@@ -55,6 +55,7 @@ def measured(timeline: Timeline, **changes: object) -> RequestMetrics:
         "prefill": PREFILL,
         "transfer": TRANSFER,
         "path": "disaggregated",
+        "route_reason": "",
         "prefill_engine_id": "p",
         "decode_engine_id": "d",
         "determinism": "exact",

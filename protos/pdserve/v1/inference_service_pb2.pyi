@@ -202,7 +202,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_reasoning_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
-    __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id", "determinism", "num_redrives", "decode_queue_ns")
+    __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id", "determinism", "num_redrives", "decode_queue_ns", "route_reason")
     ROUTER_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_NS_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +227,7 @@ class RequestMetrics(_message.Message):
     DETERMINISM_FIELD_NUMBER: _ClassVar[int]
     NUM_REDRIVES_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_REASON_FIELD_NUMBER: _ClassVar[int]
     router_queue_ns: int
     tokenize_ns: int
     dispatch_ns: int
@@ -251,7 +252,8 @@ class RequestMetrics(_message.Message):
     determinism: str
     num_redrives: int
     decode_queue_ns: int
-    def __init__(self, router_queue_ns: _Optional[int] = ..., tokenize_ns: _Optional[int] = ..., dispatch_ns: _Optional[int] = ..., prefill_queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., return_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., kv_transfer_exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., decode_return_ns: _Optional[int] = ..., first_itl_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transport: _Optional[str] = ..., mean_itl_ns: _Optional[int] = ..., e2e_ns: _Optional[int] = ..., path: _Optional[str] = ..., prefill_engine_id: _Optional[str] = ..., decode_engine_id: _Optional[str] = ..., determinism: _Optional[str] = ..., num_redrives: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ...) -> None: ...
+    route_reason: str
+    def __init__(self, router_queue_ns: _Optional[int] = ..., tokenize_ns: _Optional[int] = ..., dispatch_ns: _Optional[int] = ..., prefill_queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., return_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., kv_transfer_exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., decode_return_ns: _Optional[int] = ..., first_itl_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transport: _Optional[str] = ..., mean_itl_ns: _Optional[int] = ..., e2e_ns: _Optional[int] = ..., path: _Optional[str] = ..., prefill_engine_id: _Optional[str] = ..., decode_engine_id: _Optional[str] = ..., determinism: _Optional[str] = ..., num_redrives: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ..., route_reason: _Optional[str] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "usage", "metrics", "seed")

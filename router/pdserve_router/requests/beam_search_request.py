@@ -353,6 +353,7 @@ class BeamSearchRequest(LiveRequest):
             prefill=self._prefill_stats,
             transfer=None,
             path=self._route.path,
+            route_reason=self._route.reason,
             prefill_engine_id="",
             decode_engine_id=self._worker.engine_id,
             determinism=joined(self.origins).determinism,

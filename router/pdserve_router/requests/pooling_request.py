@@ -135,6 +135,7 @@ class PoolingRequest(LiveRequest):
             prefill=self._prefill_stats,
             transfer=None,
             path=self._route.path,
+            route_reason=self._route.reason,
             prefill_engine_id=self._worker.engine_id,
             decode_engine_id="",
             determinism=origin.determinism,

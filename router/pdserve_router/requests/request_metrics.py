@@ -89,6 +89,8 @@ class RequestMetrics:
     mean_itl_ns: int = 0
     e2e_ns: int = 0
     path: str = ""
+    # Why it is local; empty if it is not.
+    route_reason: str = ""
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
     determinism: str = ""
@@ -122,6 +124,7 @@ def measure(
     prefill: PrefillStats | None,
     transfer: KVTransferStats | None,
     path: str,
+    route_reason: str,
     prefill_engine_id: str,
     decode_engine_id: str,
     determinism: str,
@@ -164,6 +167,7 @@ def measure(
         mean_itl_ns=decode_ns // (num_tokens - 1) if num_tokens > 1 else 0,
         e2e_ns=_since(timeline.arrival_ns, timeline.finished_ns),
         path=path,
+        route_reason=route_reason,
         prefill_engine_id=prefill_engine_id,
         decode_engine_id=decode_engine_id,
         determinism=determinism,

@@ -396,6 +396,7 @@ class SingleCompletion(LiveRequest):
             prefill=self._prefill_stats or self._told_prefill_stats,
             transfer=self._transfer_stats,
             path=self.route.path,
+            route_reason=self.route.reason,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",
             decode_engine_id=decode.engine_id,
             determinism=joined(o for each in completions for o in each.origins).determinism,
