@@ -25,6 +25,8 @@ FIRE_TIMEOUT_S = 90.0
 # The longest window that one test leaves to the next.
 QUIET_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 60.0
+# Longer than a session lives, and shorter than a worker lets its transfers hang (10 s).
+HELD_S = 8.0
 # Whatever else breaks.
 NEVER_BY_CHANCE = {"PdserveDuplicateTokenMismatch", "PdserveCorruptBlocks"}
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -135,7 +137,7 @@ def held_reads(world: World) -> Iterator[None]:
     """Decode workers that do not fetch what prefill holds for them."""
     with world.load(clients=4, prompt_tokens=(50, 100)):
         for name in DECODE:
-            world.cluster.controls(name).arm("chunk", hold=True)
+            world.cluster.controls(name).arm("chunk", hold=True, hold_s=HELD_S)
         yield
 
 
@@ -144,7 +146,7 @@ def drained_before_reads(world: World) -> Iterator[None]:
     """A prefill worker that has to go before decode has fetched what it holds."""
     with world.load(clients=8, prompt_tokens=(50, 100)):
         for name in DECODE:
-            world.cluster.controls(name).arm("chunk", hold=True)
+            world.cluster.controls(name).arm("chunk", hold=True, hold_s=HELD_S)
         for name in DECODE:
             world.cluster.controls(name).wait_reached("chunk", timeout_s=30.0)
         try:
