@@ -280,6 +280,22 @@ async def test_a_constraint_begins_behind_reasoning(client: openai.AsyncOpenAI) 
     assert max(lengths) > 0
 
 
+async def test_reasoning_that_takes_all_room_ends_for_its_length(
+    client: openai.AsyncOpenAI,
+) -> None:
+    content = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    bias = {str(marker_id("<think>")): 100, str(marker_id("</think>")): -100}
+    asked = [{"response_format": content}, FORCED]
+    for body in ({**each, **thinking(end)} for each in asked for end in ("", "<think>\n")):
+        answer = await ask(client, "r", **body, logit_bias=bias, max_completion_tokens=20)
+        assert (answer.finish_reason, answer.content, answer.calls) == ("length", "", ())
+        assert answer.reasoning
+        # Turned off, there is none; the template knows nothing of it.
+        off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+        answer = await ask(client, "r", **{**body, **off}, seed=1)
+        assert (answer.reasoning, bool(answer.content or answer.calls)) == ("", True)
+
+
 # ---- streams that go on
 
 

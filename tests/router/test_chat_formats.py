@@ -73,10 +73,36 @@ RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
             '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
             (call(0, "get_weather", '{"city": "Pa'),),
         ),
-        ("<tool_call>\nthe weather", (Content("\nthe weather"),)),
+        ("<tool_call>\nthe weather", (Content("<tool_call>\nthe weather"),)),
+        (
+            'Tags: <tool_call>, </tool_call>.\n <tool_call>{"\n<tool_call>{"name": "now"}',
+            (Content('Tags: <tool_call>, </tool_call>.\n <tool_call>{"'), call(0, "now", "{}")),
+        ),
+        (
+            '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+            (Content('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'),),
+        ),
+        (
+            '<tool_call>{"name": "now", "arguments": 5}',
+            (Content('<tool_call>{"name": "now", "arguments": 5}'),),
+        ),
+        (
+            '<tool_call>\n{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}\n'
+            '</tool_call>\n<tool_call>{"arguments": " {}", "name": "now"}</tool_call>',
+            (call(0, "get_weather", '{"city": "Rome"}'), call(1, "now", "{}")),
+        ),
+        (
+            '<tool_call>{"name": "now", "arguments": "{]"}</tool_call>',
+            (Content('<tool_call>{"name": "now", "arguments": "{]"}</tool_call>'),),
+        ),
+        (
+            '<tool_call>\n{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}\n'
+            "</tool_call>",
+            (call(0, "now", "{}"), call(1, "now", "{}")),
+        ),
         (
             '<tool_call>{"name": "now", "arguments": {}}}\n</tool_call>ok',
-            (call(0, "now", "{}"), Content("}ok")),
+            (call(0, "now", "{}"), Content("}\n</tool_call>ok")),
         ),
     ],
     "qwen3_coder": [
@@ -104,7 +130,36 @@ RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
             "<tool_call>\n<function=get_weather>\n<parameter=city>\nRo",
             (call(0, "get_weather", '{"city": "Ro'),),
         ),
-        ("<tool_call>\n{}", (Content("\n{}"),)),
+        ("<tool_call>\n{}", (Content("<tool_call>\n{}"),)),
+        (
+            "<function=get_weather>\n<parameter=city>\na</parameter>.\n</function>\n"
+            "<parameter=city>\nc\n</parameter>\n<parameter=tags>\n"
+            '["</parameter>\\n</function>"]\n</parameter>\n<parameter=unit>\n<parameter=city>\n'
+            "</parameter>\n</function>\n</tool_call>",
+            (
+                call(
+                    0,
+                    "get_weather",
+                    '{"city": "a</parameter>.\\n</function>\\n<parameter=city>\\nc", '
+                    '"tags": ["</parameter>\\n</function>"], "unit": "<parameter=city>"}',
+                ),
+            ),
+        ),
+        (
+            "<function=get_weather>\n<parameter=tags>\n['it\\'s', \"b\", True, [None],]\n"
+            "</parameter>\n<parameter=days>\n[1\n</parameter>\n</function>",
+            (call(0, "get_weather", '{"tags": ["it\'s", "b", true, [null]], "days": "[1"}'),),
+        ),
+        (
+            "Use <function=x> or <function=now>, <tool_call>, then </tool_call>. <function=other>\n"
+            "</function>",
+            (
+                Content(
+                    "Use <function=x> or <function=now>, <tool_call>, then </tool_call>. "
+                    "<function=other>\n</function>"
+                ),
+            ),
+        ),
     ],
     "llama3_json": [
         (
@@ -116,9 +171,14 @@ RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
             '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}',
             (call(0, "now", "{}"),),
         ),
+        (
+            f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}\n'
+            '{"name": "now", "parameters": {}}{"name": "now", "parameters": {}} {"name": "x"}',
+            (*BOTH, call(2, "now", "{}"), Content(' {"name": "x"}')),
+        ),
         ('{"name": "Ann", "parameters": 1}', (Content('{"name": "Ann", "parameters": 1}'),)),
         ('{"name": "now", "age": 1}', (Content('{"name": "now", "age": 1}'),)),
-        ("<|python_tag|>print(1)", (Content("print(1)"),)),
+        ("<|python_tag|>print(1)", (Content("<|python_tag|>print(1)"),)),
         (
             'So: {"name": "now", "parameters": {}}',
             (Content('So: {"name": "now", "parameters": {}}'),),
@@ -135,7 +195,11 @@ RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
             BOTH,
         ),
         ("[TOOL_CALLS]now[CALL_ID]VvvODy9mT[ARGS]{}", (call(0, "now", "{}"),)),
-        ("[1][TOOL_CALLS]of them", (Content("[1]of them"),)),
+        (
+            "Write [TOOL_CALLS]now, [TOOL_CALLS]x[ARGS]{}",
+            (Content("Write [TOOL_CALLS]now, [TOOL_CALLS]x[ARGS]{}"),),
+        ),
+        ("[1][TOOL_CALLS]of them", (Content("[1][TOOL_CALLS]of them"),)),
     ],
     "deepseek_r1": [
         (
@@ -144,8 +208,9 @@ RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
             (Reasoning("Okay."), *BOTH),
         ),
         ("<think>\nhm</think>yes", (Reasoning("hm"), Content("yes"))),
+        (f"</think>a {R1['calls']} b {R1['end']}", (Content(f"a {R1['calls']} b {R1['end']}"),)),
         ("never ends", (Reasoning("never ends"),)),
-        (f"</think>{R1['call']}a b", (Content("a b"),)),
+        (f"</think>{R1['call']}a b", (Content(f"{R1['call']}a b"),)),
     ],
 }
 RECORDED["mistral_list"] = RECORDED["mistral"]

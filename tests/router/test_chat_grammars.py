@@ -1,5 +1,6 @@
 """Grammars of chat formats in a vocabulary: markers that are tokens, special or not, or text."""
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from fake_model import make_model_dir
-from test_chat_formats import WRITTEN, as_arguments
+from fake_model import copy_with_template, make_model_dir
+from test_chat_formats import TEMPLATES, WRITTEN, as_arguments
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -31,7 +32,7 @@ from pdserve_router.chat_formats.base import ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.chat_formats.tags import CallRules, constraint_tag
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
-from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
+from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS, parser_options
 from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.parts import Content, OutputPart, ToolCallDelta, join_parts, reasoning_of
 from pdserve_router.text.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ MAX_TOKENS = 2000
 
 @dataclass
 class Model:
+    path: Path
     tokenizer: Tokenizer
     info: TokenizerInfo
     eos: int
@@ -97,7 +99,7 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory):
     eos = tokenizer.added_token_ids["<|eos|>"]
     info = make_tokenizer_info(path, vocab_size=tokenizer.vocab_size, eos_token_ids=(eos,))
     ends = {eos, *(tokenizer.added_token_ids.get(each, eos) for each in markers)}
-    yield Model(tokenizer, info, eos, ends)
+    yield Model(path, tokenizer, info, eos, ends)
     tokenizer.close()
 
 
@@ -171,6 +173,37 @@ def reasoning_of_format(name: str, start: ReasoningStart) -> str:
     begin, end = FORMATS[name].reasoning or ("", "")
     free, opened = f"{begin}hm < [ {end}\n", f"hm{end}\n\n"
     return {"free": free, "open": opened, "closed": ""}[start.value]
+
+
+SWITCHED = [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+
+
+def start_of(
+    name: str, tokenizer: Tokenizer, prompt: str = "hello", **variables: object
+) -> ReasoningStart:
+    prompt_ids = tokenizer.backend.encode(prompt).ids
+    return parser_options(FORMATS[name], None, prompt_ids, tokenizer, variables).reasoning
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_reasoning_is_possible_where_the_model_knows_it_and_nobody_turned_it_off(
+    model: Model, kind: str, name: str, tmp_path: Path
+) -> None:
+    markers = FORMATS[name].reasoning or ()
+    templates = (TEMPLATES[name], *(TEMPLATES[name] + each for each in markers))
+    for number, template in enumerate(templates):
+        folder = copy_with_template(model.path, tmp_path / str(number), template)
+        with contextlib.closing(Tokenizer(folder)) as tokenizer:
+            is_known = any(m in template for m in markers) or (kind != "text" and bool(markers))
+            expected = ReasoningStart.FREE if is_known else ReasoningStart.CLOSED
+            assert start_of(name, tokenizer) == expected
+            assert start_of(name, tokenizer, enable_thinking=True, thinking="yes") == expected
+            for variables in SWITCHED:
+                assert start_of(name, tokenizer, **variables) is ReasoningStart.CLOSED
+            # What the prompt says holds.
+            for marker, said in zip(markers, ("OPEN", "CLOSED"), strict=False):
+                prompt = f"hello{marker}\n"
+                assert start_of(name, tokenizer, prompt, enable_thinking=False).name == said
 
 
 @pytest.mark.parametrize(("name", "start"), STARTS)

@@ -24,7 +24,8 @@ def read_array(node: Node) -> Written:
         if low > len(prefix):
             node.refuse("minItems", f"is {low}, there are at most {len(prefix)} items")
     if not prefix and items == {} and low == 0 and high is None:
-        return {"type": "array"}
+        # In XML xgrammar takes an array without items for an empty one.
+        return {"type": "array", "items": {}}
     written: Written = {"type": "array", "items": False if items is None else items}
     return (
         written

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pdserve_common.structured.reasoning import reasoning_formats
-from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.reader import MAX_READ_AGAIN, Reader, Steps
 from pdserve_router.chat_formats.tags import (
     CallRules,
     Tag,
@@ -18,9 +18,6 @@ from pdserve_router.chat_formats.tags import (
     structural_tag,
 )
 from pdserve_router.text.parts import Content, OutputPart, Reasoning, ToolCallDelta
-
-# Text is read in slices, as what was read is cut off from what was not.
-_SLICE_CHARS = 4096
 
 CallId = Callable[[int], str]
 
@@ -100,8 +97,8 @@ class ChatFormat(ABC):
     is_reasoning_implied: ClassVar[bool] = False
     # Each begins a call, or several.
     triggers: ClassVar[tuple[str, ...]]
-    # What else stands around calls and is no text.
-    fillers: ClassVar[tuple[str, ...]] = ()
+    # What else calls are made of and may be a token.
+    inner_markers: ClassVar[tuple[str, ...]] = ()
     # Of a call's id. Some templates take no others.
     id_prefix: ClassVar[str] = "call_"
     num_id_chars: ClassVar[int] = 24
@@ -109,7 +106,7 @@ class ChatFormat(ABC):
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that the parser has to see even if they are special tokens."""
-        return (*(self.reasoning or ()), *self.triggers, *self.fillers)
+        return (*(self.reasoning or ()), *self.triggers, *self.inner_markers)
 
     def marker_ids(self, added_token_ids: Mapping[str, int]) -> dict[str, int]:
         """Return the token of each marker that is one among these."""
@@ -121,7 +118,9 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
-        """Read what follows a trigger. Return False, with nothing added, if it is no call."""
+        """Read the call behind a trigger, with all that belongs to it. Return False, with nothing
+        added, if it is none: what looks like one, but calls no tool that is there, is content.
+        """
 
     @abstractmethod
     def call_tag(self, rules: CallRules) -> Tag:
@@ -179,21 +178,20 @@ class ChatFormat(ABC):
     def _read_reasoning(self, reader: Reader, answer: Answer, end: str) -> Steps[None]:
         answer.is_reasoning = True
         yield from reader.peek()
-        yield from reader.until((end,), answer.reasoning, holds_blanks=True)
+        yield from reader.until_spaced((end,), answer.reasoning)
         answer.is_reasoning = False
         yield from reader.peek()
 
     def _read_content(self, reader: Reader, answer: Answer) -> Steps[None]:
-        markers = (*self.triggers, *self.fillers)
-        trigger = yield from reader.until(markers, answer.content, holds_blanks=True)
-        if trigger not in self.triggers:
+        blanks, trigger = yield from reader.until_spaced(self.triggers, answer.content)
+        if not trigger:
             return
         reader.mark()
         if (yield from self.read_call(reader, answer, trigger)):
             reader.unmark()
         else:
-            # It is not read again, for a call within it: each could go on to the end.
-            answer.content(reader.since_mark())
+            answer.content(blanks + trigger)
+            answer.content(reader.rewind(at_most=MAX_READ_AGAIN))
 
 
 class TextParser:
@@ -228,9 +226,8 @@ class Parser:
 
     def push(self, text: str) -> Sequence[OutputPart]:
         """Return the parts that are certain with this text."""
-        for start in range(0, len(text), _SLICE_CHARS):
-            self._reader.feed(text[start : start + _SLICE_CHARS])
-            next(self._steps, None)
+        self._reader.feed(text)
+        next(self._steps, None)
         return self._answer.take()
 
     def finish(self) -> Sequence[OutputPart]:

@@ -16,12 +16,8 @@ class DeepseekR1(ChatFormat):
 
     name = "deepseek_r1"
     is_reasoning_implied = True
-    triggers = (_CALL_BEGIN,)
-    fillers = (_CALLS_BEGIN, _CALLS_END, _CALL_END)
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (*super().markers, _SEPARATOR)
+    triggers = (_CALLS_BEGIN, _CALL_BEGIN)
+    inner_markers = (_CALLS_END, _CALL_END, _SEPARATOR)
 
     def matches(self, template: str) -> bool:
         return _CALL_BEGIN in template and "</think>" in template
@@ -37,15 +33,18 @@ class DeepseekR1(ChatFormat):
         return tag(_CALLS_BEGIN, each, _CALLS_END)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
+        if trigger == _CALLS_BEGIN and not (yield from reader.accept(_CALL_BEGIN)):
+            return False
         name = yield from reader.word()
         if not (yield from reader.accept(_SEPARATOR)):
             return False
         if (yield from reader.peek()) != "{":
             name = yield from reader.word()
             yield from reader.accept("```json")
-        if not name or (yield from reader.peek()) != "{":
+        if name not in answer.options.tools or (yield from reader.peek()) != "{":
             return False
         answer.begin_call(name)
         yield from reader.json_value(answer.arguments)
-        yield from reader.accept("```")
+        for end in ("```", _CALL_END, _CALLS_END):
+            yield from reader.accept(end)
         return True

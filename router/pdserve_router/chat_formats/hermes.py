@@ -1,7 +1,7 @@
 """Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call> around a JSON object."""
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.json_calls import read_json_call
+from pdserve_router.chat_formats.json_calls import read_json_calls
 from pdserve_router.chat_formats.reader import Reader, Steps
 from pdserve_router.chat_formats.tags import CallRules, Tag, json_calls
 
@@ -14,7 +14,7 @@ class Hermes(ChatFormat):
 
     name = "hermes"
     triggers = ("<tool_call>",)
-    fillers = ("</tool_call>",)
+    inner_markers = ("</tool_call>",)
 
     def matches(self, template: str) -> bool:
         return "<tool_call>" in template and "<function=" not in template
@@ -29,4 +29,7 @@ class Hermes(ChatFormat):
         )
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
-        return (yield from read_json_call(reader, answer))
+        if not (yield from read_json_calls(reader, answer)):
+            return False
+        yield from reader.accept("</tool_call>")
+        return True

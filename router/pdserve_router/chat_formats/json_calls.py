@@ -1,9 +1,7 @@
 """Calls as JSON objects: {"name": ..., "arguments": {...}}."""
 
-from collections.abc import Container
-
 from pdserve_router.chat_formats.base import Answer
-from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.reader import MAX_READ_AGAIN, Reader, Steps, is_json
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -11,20 +9,15 @@ _ARGUMENTS = ("arguments", "parameters")
 class _Call:
     """A call whose name may come behind its arguments."""
 
-    def __init__(self, answer: Answer, names: Container[str] | None) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._names = names
         self.name: str | None = None
         self.has_begun = False
         self._early: list[str] = []
 
     def set_name(self, name: str | None) -> bool:
         """Return whether it may be called so."""
-        if (
-            self.name is not None
-            or not name
-            or (self._names is not None and name not in self._names)
-        ):
+        if self.name is not None or name not in self._answer.options.tools:
             return False
         self.name = name
         if self._early:
@@ -57,20 +50,31 @@ class _Call:
         self._early.clear()
 
 
-def read_json_call(
-    reader: Reader,
-    answer: Answer,
-    *,
-    names: Container[str] | None = None,
-    needs_arguments: bool = False,
+def read_json_calls(
+    reader: Reader, answer: Answer, *, separator: str = "", needs_arguments: bool = False
 ) -> Steps[bool]:
-    """Read an object with a name and arguments, which go on as they stand. Return False, with
-    nothing added, if it is none, or its name is none of `names`; what is wrong behind the beginning
-    of the arguments is left to read.
+    """Read objects side by side, each a call, between which the separator or nothing stands. Return
+    False, with nothing added, if the first is none.
+    """
+    if not (yield from _read_json_call(reader, answer, needs_arguments=needs_arguments)):
+        return False
+    is_call = True
+    while is_call:
+        reader.mark()
+        yield from reader.accept(separator)
+        is_call = yield from _read_json_call(reader, answer, needs_arguments=needs_arguments)
+    answer.content(reader.rewind(at_most=MAX_READ_AGAIN))
+    return True
+
+
+def _read_json_call(reader: Reader, answer: Answer, *, needs_arguments: bool) -> Steps[bool]:
+    """Read an object with the name of a tool and its arguments, which go on as they stand. Return
+    False, with nothing added, if it is none; what is wrong behind the beginning of the arguments is
+    left to read.
     """
     if not (yield from reader.accept("{")):
         return False
-    call = _Call(answer, names)
+    call = _Call(answer)
     is_whole = yield from _read_fields(reader, call)
     if not is_whole:
         return call.has_begun
@@ -89,7 +93,7 @@ def _read_fields(reader: Reader, call: _Call) -> Steps[bool]:
                 return False
         elif key in _ARGUMENTS and not has_arguments:
             has_arguments = True
-            if not (yield from reader.json_value(call.arguments)):
+            if not (yield from _read_arguments(reader, call)):
                 return False
         elif not (yield from reader.json_value(_nowhere)):
             return False
@@ -97,6 +101,22 @@ def _read_fields(reader: Reader, call: _Call) -> Steps[bool]:
             return True
         if not (yield from reader.accept(",")):
             return False
+
+
+def _read_arguments(reader: Reader, call: _Call) -> Steps[bool]:
+    """Return whether they are an object, or a string that is one, and have an end."""
+    first = yield from reader.peek()
+    if first == "{":
+        return (yield from reader.json_value(call.arguments))
+    text = yield from reader.json_string()
+    if text is None or not _is_object(text):
+        return False
+    call.arguments(text.strip())
+    return True
+
+
+def _is_object(text: str) -> bool:
+    return text.lstrip().startswith("{") and is_json(text)
 
 
 def _nowhere(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Llama 3.1 to 3.3: the whole answer is a JSON object, or several with semicolons between."""
+"""Llama 3.1 to 3.3: the whole answer is a JSON object, or several side by side."""
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.json_calls import read_json_call
+from pdserve_router.chat_formats.json_calls import read_json_calls
 from pdserve_router.chat_formats.reader import Reader, Steps
 from pdserve_router.chat_formats.tags import CallRules, Tag, json_calls
 
@@ -9,7 +9,7 @@ from pdserve_router.chat_formats.tags import CallRules, Tag, json_calls
 class Llama3Json(ChatFormat):
     """{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}
 
-    An answer that is JSON may be meant as one: without a trigger only known tools are called.
+    The semicolon may be missing. An answer that is JSON may be meant as one: a call has arguments.
     """
 
     name = "llama3_json"
@@ -23,28 +23,11 @@ class Llama3Json(ChatFormat):
         return json_calls(rules, begin="", arguments="parameters", end="", separator="; ")
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
-        if not (yield from self._read_one(reader, answer)):
-            return False
-        yield from self._read_more(reader, answer)
-        return True
+        return (yield from read_json_calls(reader, answer, separator=";", needs_arguments=True))
 
     def read_start(self, reader: Reader, answer: Answer) -> Steps[None]:
         reader.mark()
-        if (yield from self._read_one(reader, answer)):
+        if (yield from self.read_call(reader, answer, "")):
             reader.unmark()
-            yield from self._read_more(reader, answer)
         else:
-            answer.content(reader.since_mark())
-
-    def _read_one(self, reader: Reader, answer: Answer) -> Steps[bool]:
-        names = answer.options.tools
-        return (yield from read_json_call(reader, answer, names=names, needs_arguments=True))
-
-    def _read_more(self, reader: Reader, answer: Answer) -> Steps[None]:
-        reader.mark()
-        while (yield from reader.accept(";")):
-            if not (yield from self._read_one(reader, answer)):
-                answer.content(reader.since_mark())
-                return
-            reader.mark()
-        reader.unmark()
+            reader.rewind()

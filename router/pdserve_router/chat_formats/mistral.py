@@ -1,11 +1,11 @@
 """Mistral: [TOOL_CALLS] before a list of JSON objects, or before each name and its arguments."""
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.json_calls import read_json_call
+from pdserve_router.chat_formats.json_calls import read_json_calls
 from pdserve_router.chat_formats.reader import Reader, Steps
 from pdserve_router.chat_formats.tags import CallRules, Tag, calls, json_calls, tag
 
-_CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+_CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(ChatFormat):
@@ -16,13 +16,10 @@ class Mistral(ChatFormat):
     name = "mistral"
     reasoning = ("[THINK]", "[/THINK]")
     triggers = (_CALLS,)
+    inner_markers = (_ARGUMENTS, _CALL_ID)
     # Their templates refuse other ids.
     id_prefix = ""
     num_id_chars = 9
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (*super().markers, _ARGUMENTS, "[CALL_ID]")
 
     def matches(self, template: str) -> bool:
         return _CALLS in template and _ARGUMENTS in template
@@ -31,33 +28,22 @@ class Mistral(ChatFormat):
         return calls(rules, begin=_CALLS, behind_name=_ARGUMENTS, end="", separator="")
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
-        start = yield from reader.peek()
-        if start == "[":
-            return (yield from self._read_list(reader, answer))
-        if start == "{":
-            return (yield from read_json_call(reader, answer))
+        is_list = yield from reader.accept("[")
+        if is_list or (yield from reader.peek()) == "{":
+            if not (yield from read_json_calls(reader, answer, separator=",")):
+                return False
+            if is_list:
+                yield from reader.accept("]")
+            return True
         return (yield from self._read_named(reader, answer))
-
-    def _read_list(self, reader: Reader, answer: Answer) -> Steps[bool]:
-        yield from reader.accept("[")
-        if not (yield from read_json_call(reader, answer)):
-            return False
-        reader.mark()
-        while (yield from reader.accept(",")):
-            if not (yield from read_json_call(reader, answer)):
-                answer.content(reader.since_mark())
-                return True
-            reader.mark()
-        yield from reader.accept("]")
-        return True
 
     def _read_named(self, reader: Reader, answer: Answer) -> Steps[bool]:
         name = yield from reader.word()
-        if (yield from reader.accept("[CALL_ID]")):
+        if (yield from reader.accept(_CALL_ID)):
             # The model's own; ours says the same at each router.
             yield from reader.word()
         yield from reader.accept(_ARGUMENTS)
-        if not name or (yield from reader.peek()) != "{":
+        if name not in answer.options.tools or (yield from reader.peek()) != "{":
             return False
         answer.begin_call(name)
         yield from reader.json_value(answer.arguments)

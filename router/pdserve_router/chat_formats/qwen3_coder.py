@@ -1,28 +1,23 @@
 """Qwen3-Coder: a call as XML, each parameter in an element of its own."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator
 
+from pdserve_common.structured.values import Values, type_of
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.reader import Reader, Steps, is_json
 from pdserve_router.chat_formats.tags import CallRules, Tag, calls
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-# What ends a value whose own end is missing.
+# A value ends with _PARAMETER_END before one of these. The grammar lets none pass within text.
+_BEHIND_VALUE = (_PARAMETER, _FUNCTION_END, _CALL_END)
+# Where a value ends whose own end is missing.
 _IMPLIED_ENDS = (f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
-_TEXT: Mapping[str, Any] = {"type": "string"}
-_TYPE_NAMES: Mapping[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+# Of what stands behind such an end: it is looked at again.
+_MAX_IMPLIED_CHARS = 16_384
 
 
 class Qwen3Coder(ChatFormat):
@@ -34,13 +29,13 @@ class Qwen3Coder(ChatFormat):
     </function>
     </tool_call>
 
-    <tool_call> may be missing, and </parameter> before what follows it. A value is JSON or text, as
-    the tool's schema says.
+    <tool_call> may be missing, and </parameter> in the last calls of an answer. A value is JSON or
+    text, as the tool's schema says.
     """
 
     name = "qwen3_coder"
     triggers = (_CALL, _FUNCTION)
-    fillers = (_CALL_END,)
+    inner_markers = (_CALL_END,)
 
     def matches(self, template: str) -> bool:
         return _FUNCTION in template and _PARAMETER in template
@@ -50,7 +45,8 @@ class Qwen3Coder(ChatFormat):
             rules,
             begin=f"{_CALL}\n{_FUNCTION}",
             behind_name=">\n",
-            end=f"\n{_FUNCTION_END}\n{_CALL_END}",
+            # Behind the line break that a parameter may have.
+            end=f"{_FUNCTION_END}\n{_CALL_END}",
             separator="\n",
             style="qwen_xml",
         )
@@ -59,43 +55,93 @@ class Qwen3Coder(ChatFormat):
         if trigger == _CALL and not (yield from reader.accept(_FUNCTION)):
             return False
         name = yield from reader.word()
-        if not name or not (yield from reader.accept(">")):
+        if name not in answer.options.tools or not (yield from reader.accept(">")):
+            return False
+        if not (yield from reader.sees((_PARAMETER, _FUNCTION_END))):
             return False
         answer.begin_call(name)
         answer.arguments("{")
-        properties = _properties(answer.options.tools.get(name))
-        is_whole = yield from _read_parameters(reader, answer, properties)
+        parameters = _Parameters(reader, answer, Values(answer.options.tools[name]))
+        is_whole = yield from parameters.read()
         if is_whole or not reader.is_ended:
             answer.arguments("}")
+        yield from reader.accept(_CALL_END)
         return True
 
 
-def _read_parameters(reader: Reader, answer: Answer, properties: Mapping[str, Any]) -> Steps[bool]:
-    """Return whether all of the answer's arguments came."""
-    separator = ""
-    while (yield from reader.accept(_PARAMETER)):
-        key = yield from reader.word()
-        if not (yield from reader.accept(">")):
-            return False
-        answer.arguments(f"{separator}{_json(key)}: ")
-        separator = ", "
-        if not (yield from _read_value(reader, answer, properties.get(key, _TEXT))):
-            return False
-    return (yield from reader.accept(_FUNCTION_END))
+class _Parameters:
+    """Those of one call."""
 
+    def __init__(self, reader: Reader, answer: Answer, values: Values) -> None:
+        self._reader = reader
+        self._answer = answer
+        self._values = values
+        self._has_ends = True
 
-def _read_value(reader: Reader, answer: Answer, schema: object) -> Steps[bool]:
-    """Return whether its end came: its own marker, or what can only follow it."""
-    types, words = types_of(schema), _words(schema)
-    is_text = types == {"string"} and not words
-    value = _Text(answer) if is_text else _Value(answer, types, words)
-    end = yield from reader.until((_PARAMETER_END, *_IMPLIED_ENDS), value.add)
-    if not end:
-        return False
-    value.end()
-    if end in _IMPLIED_ENDS:
-        reader.put_back(end)
-    return True
+    def read(self) -> Steps[bool]:
+        """Return whether all came."""
+        separator = ""
+        while (yield from self._reader.accept(_PARAMETER)):
+            pieces: list[str] = []
+            end = yield from self._reader.until(("<", ">"), pieces.append)
+            name = "".join(pieces)
+            if end != ">":
+                self._reader.put_back(name + end)
+                return False
+            self._answer.arguments(f"{separator}{_json(name)}: ")
+            separator = ", "
+            if not (yield from self._read_value(self._values.property(name))):
+                return False
+        return (yield from self._reader.accept(_FUNCTION_END))
+
+    def _read_value(self, values: Values | None) -> Steps[bool]:
+        """Return whether its end came."""
+        if values is None or (values.types == {"string"} and not values.are_listed):
+            return (yield from self._read_text(_Text(self._answer)))
+        value = _Value(self._answer, values)
+        if values.types & {"array", "object"}:
+            # A marker within JSON is none.
+            self._reader.mark()
+            text = yield from self._reader.json_container()
+            if text is not None and (yield from self._reader.sees((_PARAMETER_END,))):
+                self._reader.unmark()
+                value.add(text)
+                value.end()
+                return (yield from self._reader.accept(_PARAMETER_END))
+            self._reader.rewind()
+        return (yield from self._read_text(value))
+
+    def _read_text(self, value: "_Text | _Value") -> Steps[bool]:
+        # From what would be its end, if its own is missing, which shows at the end of the answer.
+        held: list[str] = []
+        while end := (
+            yield from self._reader.until(
+                (_PARAMETER_END, *_IMPLIED_ENDS), held.append if held else value.add
+            )
+        ):
+            if end == _PARAMETER_END and (
+                yield from self._reader.sees(_BEHIND_VALUE, or_ends=True)
+            ):
+                value.add("".join(held))
+                value.end()
+                return True
+            if end in _IMPLIED_ENDS and not self._has_ends:
+                value.end()
+                self._reader.put_back(end)
+                return True
+            if held or end in _IMPLIED_ENDS:
+                held.append(end)
+            else:
+                value.add(end)
+        rest = "".join(held)
+        is_whole = rest.rstrip().endswith((_FUNCTION_END, _CALL_END))
+        if not is_whole or len(rest) > _MAX_IMPLIED_CHARS:
+            value.add(rest)
+            return False
+        self._has_ends = False
+        value.end()
+        self._reader.put_back(rest)
+        return True
 
 
 class _Text:
@@ -109,6 +155,8 @@ class _Text:
         self._held = ""
 
     def add(self, text: str) -> None:
+        if not text:
+            return
         if self._is_first:
             self._is_first = False
             text = text.removeprefix("\n")
@@ -122,79 +170,74 @@ class _Text:
 
 
 class _Value:
-    """What is JSON, or one of some words, only when it is whole."""
+    """What is JSON, text, or one of some values, only when it is whole."""
 
-    def __init__(self, answer: Answer, types: frozenset[str], words: Sequence[object]) -> None:
+    def __init__(self, answer: Answer, values: Values) -> None:
         self._answer = answer
-        self._types = types
-        self._words = words
+        self._values = values
         self._pieces: list[str] = []
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
 
     def end(self) -> None:
-        text = "".join(self._pieces).removeprefix("\n").removesuffix("\n")
-        # Blanks around one of some words are the format's.
-        text = text.strip() if text.strip() in self._words else text
-        self._answer.arguments(_as_json(text, self._types))
+        self._answer.arguments(_as_json("".join(self._pieces), self._values))
 
 
-def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON that a value stands for: itself, or a string if it has to be one."""
-    word = _PYTHON_WORDS.get(text.strip(), text.strip())
-    try:
-        kind = _TYPE_NAMES[type(json.loads(word, parse_constant=_refuse))]
-    except (ValueError, RecursionError):
-        return _json(text)
-    is_other = kind != "string" and (kind in types or (kind == "integer" and "number" in types))
-    return _json(text) if "string" in types and not is_other else word
+def _as_json(text: str, values: Values) -> str:
+    """Return the JSON that a value's text stands for: the first reading that the schema lets pass,
+    else one of a type that it names, else any.
+    """
+    readings = [*_readings(text)]
+    loaded = [json.loads(each) for each in readings]
+    found = [i for i, value in enumerate(loaded) if type_of(value) in values.types]
+    best = next((i for i in found if len(found) > 1 and values.accepts(loaded[i])), None)
+    return readings[best if best is not None else (*found, 0)[0]]
 
 
-# What its chat template writes of values that are no strings.
-_PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
+def _readings(text: str) -> Iterator[str]:
+    """Return what a text may stand for, as JSON: itself, a string, or what Python would write so,
+    as chat templates do of constants.
+    """
+    inner = text.removeprefix("\n").removesuffix("\n")
+    word = inner.strip()
+    is_string = word.startswith('"')
+    from_python = _from_python(word)
+    if not is_string:
+        yield from (each for each in (word, _CONSTANTS.get(word, "")) if is_json(each))
+    yield from map(_json, (inner, word, text))
+    yield from (each for each in (word if is_string else "", from_python) if is_json(each))
 
 
-def types_of(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema names, empty if it does not say."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    for name in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(name), list):
-            types = [_own_types(branch) for branch in branches]
-            return frozenset().union(*types) if all(types) else frozenset()
-    return _own_types(schema)
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+# Of Python: strings, constants, and commas before an end.
+_PYTHON = re.compile(
+    r"""(?P<text>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")|\b(?P<word>None|True|False)\b"""
+    r"""|(?P<comma>,(?=\s*[\]}]))"""
+)
 
 
-def _words(schema: object) -> Sequence[object]:
-    """Return the values that a schema names one by one, empty if any others may be."""
-    if not isinstance(schema, Mapping):
-        return ()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else ()
+def _from_python(text: str) -> str:
+    """Return a list or a dict of Python as JSON, if it is one."""
+    return _PYTHON.sub(_token_from_python, text) if text[:1] in ("[", "{") else ""
 
 
-def _own_types(schema: object) -> frozenset[str]:
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    if isinstance(values := schema.get("enum"), list):
-        return frozenset(_TYPE_NAMES[type(value)] for value in values)
-    if "const" in schema:
-        return frozenset((_TYPE_NAMES[type(schema["const"])],))
-    types = schema.get("type")
-    # Nobody has checked the schema.
-    listed = types if isinstance(types, list) else [types]
-    return frozenset(each for each in listed if isinstance(each, str))
+def _token_from_python(match: "re.Match[str]") -> str:
+    if match["word"]:
+        return _CONSTANTS[match["word"]]
+    return "" if match["comma"] else _json(_ESCAPE.sub(_unescaped, match["text"][1:-1]))
 
 
-def _properties(schema: object) -> Mapping[str, Any]:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+
+
+def _unescaped(match: "re.Match[str]") -> str:
+    code = match[1]
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return _ESCAPED.get(code, code if code in "\\'\"" else f"\\{code}")
 
 
 def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")

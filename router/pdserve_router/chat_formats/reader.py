@@ -1,7 +1,9 @@
 """Reading text that comes bit by bit: what was read does not depend on where it was cut."""
 
+import functools
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -10,9 +12,14 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 Emit = Callable[[str], object]
 
-# A function's name, or a parameter's.
+# A function's name.
 _WORD = re.compile(r"""[^\s\[\]{}<>"`]*""")
 MAX_WORD_CHARS = 256
+# Of what looked like a call and is none more than this is not read again: each could go on to the
+# end.
+MAX_READ_AGAIN = 4096
+# Text is read in slices, as what was read is cut off from what was not.
+_SLICE_CHARS = 4096
 
 
 class Reader:
@@ -20,10 +27,12 @@ class Reader:
     they do is not certain; at the end of the text all is.
     """
 
-    __slots__ = ("_is_ended", "_taken", "_text")
+    __slots__ = ("_is_ended", "_later", "_taken", "_text")
 
     def __init__(self) -> None:
         self._text = ""
+        # Behind that, in slices.
+        self._later: deque[str] = deque()
         self._is_ended = False
         # What was read since `mark`.
         self._taken: list[str] | None = None
@@ -31,57 +40,78 @@ class Reader:
     @property
     def is_ended(self) -> bool:
         """All text was read, and none comes."""
-        return self._is_ended and not self._text
+        return self._is_last and not self._text
 
     def feed(self, text: str) -> None:
-        self._text += text
+        self._later.extend(_slices(text))
 
     def end(self) -> None:
         self._is_ended = True
 
     def mark(self) -> None:
-        """Remember what is read from here on, for `since_mark`, until `unmark`."""
+        """Remember what is read from here on, until `unmark` or `rewind`."""
         self._taken = []
 
     def unmark(self) -> None:
         self._taken = None
 
-    def since_mark(self) -> str:
-        """Return what was read since the mark, and take that away."""
+    def rewind(self, *, at_most: int | None = None) -> str:
+        """Put back what was read since the mark. If that is more than so many characters, it stays
+        read and is returned.
+        """
         assert self._taken is not None, "only behind a mark"
         taken = "".join(self._taken)
         self._taken = None
-        return taken
+        if at_most is not None and len(taken) > at_most:
+            return taken
+        self.put_back(taken)
+        return ""
 
     def put_back(self, text: str) -> None:
         """Undo that this was taken last."""
-        self._text = text + self._text
-        if self._taken is not None:
-            self._taken.append("")
-            self._taken = ["".join(self._taken).removesuffix(text)]
+        self._later.extendleft(reversed([*_slices(text), *_slices(self._text)]))
+        self._text = ""
 
-    def until(
-        self, markers: Sequence[str], emit: Emit, *, holds_blanks: bool = False
-    ) -> Steps[str]:
+    def until(self, markers: Sequence[str], emit: Emit) -> Steps[str]:
         """Pass on all text up to the first of the markers, take that too and return it; "" if none
-        comes. With `holds_blanks` blank space before a marker is dropped.
+        comes.
         """
-        starts = {marker[0] for marker in markers}
+        _, marker = yield from self._until(markers, emit, holds_blanks=False)
+        return marker
+
+    def until_spaced(self, markers: Sequence[str], emit: Emit) -> Steps[tuple[str, str]]:
+        """As `until`, but blank space before the marker is not passed on: return it with that."""
+        return (yield from self._until(markers, emit, holds_blanks=True))
+
+    def _until(
+        self, markers: Sequence[str], emit: Emit, *, holds_blanks: bool
+    ) -> Steps[tuple[str, str]]:
+        pattern = _any_of(tuple(markers))
         while True:
-            # Of most text neither a marker nor the beginning of one.
-            likely = markers if any(start in self._text for start in starts) else ()
-            found = [(at, m) for m in likely if (at := self._text.find(m)) >= 0]
-            if found:
-                at, marker = min(found)
-                before = self._take(at)
-                self._take(len(marker))
-                self._pass_on(before.rstrip() if holds_blanks else before, emit)
-                return marker
-            if self._is_ended:
+            if found := pattern.search(self._text):
+                before, marker = self._take(found.start()), self._take(len(found[0]))
+                text = before.rstrip() if holds_blanks else before
+                self._pass_on(text, emit)
+                return before[len(text) :], marker
+            if self._is_last:
                 self._pass_on(self._take(len(self._text)), emit)
-                return ""
-            self._pass_on(self._take(self._num_free(likely, holds_blanks)), emit)
-            yield
+                return "", ""
+            self._pass_on(self._take(self._num_free(markers, holds_blanks)), emit)
+            yield from self._more()
+
+    def sees(self, markers: tuple[str, ...], *, or_ends: bool = False) -> Steps[bool]:
+        """Return whether blank space and one of the markers come next; `or_ends`: or the text ends
+        within these. Nothing is taken.
+        """
+        while True:
+            rest = self._text.lstrip()
+            if rest.startswith(markers):
+                return True
+            if not any(marker.startswith(rest) for marker in markers):
+                return False
+            if self._is_last:
+                return or_ends
+            yield from self._more()
 
     def accept(self, marker: str) -> Steps[bool]:
         """Take blank space and the marker if they come next, otherwise nothing."""
@@ -90,17 +120,17 @@ class Reader:
             if rest.startswith(marker):
                 self._take(len(self._text) - len(rest) + len(marker))
                 return True
-            if self._is_ended or not marker.startswith(rest):
+            if self._is_last or not marker.startswith(rest):
                 return False
-            yield
+            yield from self._more()
 
     def peek(self) -> Steps[str]:
         """Take blank space and return the character behind it, "" at the end."""
         while True:
             self._take(len(self._text) - len(self._text.lstrip()))
-            if self._text or self._is_ended:
+            if self._text or self._is_last:
                 return self._text[:1]
-            yield
+            yield from self._more()
 
     def word(self) -> Steps[str]:
         """Take blank space and what looks like a name, at most MAX_WORD_CHARS."""
@@ -108,9 +138,9 @@ class Reader:
         while True:
             word = _WORD.match(self._text)
             assert word is not None, "it may be empty"
-            if word.end() < len(self._text) or self._is_ended or word.end() > MAX_WORD_CHARS:
+            if word.end() < len(self._text) or self._is_last or word.end() > MAX_WORD_CHARS:
                 return self._take(min(word.end(), MAX_WORD_CHARS))
-            yield
+            yield from self._more()
 
     def json_value(self, emit: Emit) -> Steps[bool]:
         """Take blank space and pass on a JSON value as it stands. Return whether it has an end; no
@@ -121,9 +151,26 @@ class Reader:
         while True:
             length = span.scan(self._text)
             self._pass_on(self._take(len(self._text) if length is None else length), emit)
-            if length is not None or self._is_ended:
+            if length is not None or self._is_last:
                 return length is not None
-            yield
+            yield from self._more()
+
+    def json_container(self) -> Steps[str | None]:
+        """Take blank space and a JSON array or object and return it as it stands; None for anything
+        else, of which no more was taken than looks like the beginning of one.
+        """
+        if (yield from self.peek()) not in ("[", "{"):
+            return None
+        span = _JsonSpan(is_strict=True)
+        pieces: list[str] = []
+        while not span.is_broken:
+            length = span.scan(self._text)
+            pieces.append(self._take(len(self._text) if length is None else length))
+            if length is not None or self._is_last:
+                text = "".join(pieces)
+                return text if length is not None and is_json(text) else None
+            yield from self._more()
+        return None
 
     def json_string(self) -> Steps[str | None]:
         """Take blank space and a JSON string and return what it says; None for anything else."""
@@ -136,6 +183,17 @@ class Reader:
             return str(json.loads("".join(pieces), strict=False))
         except ValueError:
             return None
+
+    @property
+    def _is_last(self) -> bool:
+        """Nothing comes behind the text."""
+        return self._is_ended and not self._later
+
+    def _more(self) -> Steps[None]:
+        if self._later:
+            self._text += self._later.popleft()
+        else:
+            yield
 
     def _take(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]
@@ -163,24 +221,63 @@ def _overlap(text: str, marker: str) -> int:
     return 0
 
 
+def _slices(text: str) -> list[str]:
+    return [text[start : start + _SLICE_CHARS] for start in range(0, len(text), _SLICE_CHARS)]
+
+
+@functools.cache
+def _any_of(markers: tuple[str, ...]) -> "re.Pattern[str]":
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON and nothing else, also no NaN."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
 _IN_STRING = re.compile(r'["\\]')
 _IN_BRACKETS = re.compile(r'["{}\[\]]')
 _BEHIND_SCALAR = re.compile(r"[,}\]\s]")
+# With what is in no JSON there.
+_STRICT_IN_STRING = re.compile(r'["\\\x00-\x1f]')
+_STRICT_IN_BRACKETS = re.compile(r'["{}\[\]]|[^\w\s+\-.:,]')
 
 
 class _JsonSpan:
     """Finds the end of a JSON value in text that comes bit by bit."""
 
-    __slots__ = ("_depth", "_is_begun", "_is_escaped", "_is_string")
+    __slots__ = (
+        "_depth",
+        "_in_brackets",
+        "_in_string",
+        "_is_begun",
+        "_is_escaped",
+        "_is_string",
+        "is_broken",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_strict: bool = False) -> None:
+        """Strict: what cannot be JSON, by its characters, is broken."""
+        self._in_string = _STRICT_IN_STRING if is_strict else _IN_STRING
+        self._in_brackets = _STRICT_IN_BRACKETS if is_strict else _IN_BRACKETS
         self._is_begun = False
         self._is_string = False
         self._is_escaped = False
         self._depth = 0
+        self.is_broken = False
 
     def scan(self, text: str) -> int | None:
-        """Return how many characters of the next bit belong to it; None: all, and it goes on."""
+        """Return how many characters of the next bit belong to it; None: all, and it goes on or is
+        broken.
+        """
         at = 0
         while at < len(text):
             if self._is_escaped:
@@ -190,6 +287,8 @@ class _JsonSpan:
                 return None
             elif self._is_over(text[end]):
                 return end if self._is_scalar else end + 1
+            elif self.is_broken:
+                return None
             else:
                 at = end + 1
         return None
@@ -204,7 +303,7 @@ class _JsonSpan:
             self._is_begun = True
             # A number or a word ends before a character that is none of it.
             self._depth = 0 if text[at] in '{["' else -1
-        pattern = _IN_STRING if self._is_string else _IN_BRACKETS
+        pattern = self._in_string if self._is_string else self._in_brackets
         found = (_BEHIND_SCALAR if self._is_scalar else pattern).search(text, at)
         return None if found is None else found.start()
 
@@ -213,9 +312,12 @@ class _JsonSpan:
             return True
         if self._is_string:
             self._is_escaped = character == "\\"
-            self._is_string = self._is_escaped
+            self._is_string = character != '"'
+            self.is_broken = character < " "
         elif character == '"':
             self._is_string = True
-        else:
+        elif character in "{}[]":
             self._depth += 1 if character in "{[" else -1
-        return self._depth == 0 and not self._is_string
+        else:
+            self.is_broken = True
+        return self._depth == 0 and not self._is_string and not self.is_broken

@@ -348,7 +348,13 @@ class InputProcessor:
     ) -> ParserOptions | None:
         if request.messages is None or self._chat_format is None:
             return None
-        return parser_options(self._chat_format, request.tools, token_ids, self._tokenizer)
+        return parser_options(
+            self._chat_format,
+            request.tools,
+            token_ids,
+            self._tokenizer,
+            request.template_variables,
+        )
 
     async def tokenize(
         self,

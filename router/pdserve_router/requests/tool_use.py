@@ -24,6 +24,8 @@ from pdserve_router.text.tokenizer import Tokenizer
 MAX_ENFORCED_TOOLS = 128
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
+# Variables by which chat templates turn reasoning off.
+_SWITCHES = ("enable_thinking", "thinking")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -173,18 +175,24 @@ def parser_options(
     use: ToolUse | None,
     prompt_token_ids: Sequence[int],
     tokenizer: Tokenizer,
+    template_variables: Mapping[str, object],
 ) -> ParserOptions:
     """Return how answers to a chat are read."""
     last = tokenizer.decode(prompt_token_ids[-_NUM_LAST_TOKENS:])
+    start = _prompt_reasoning(chat_format, last)
+    if start is ReasoningStart.FREE and (
+        _is_turned_off(template_variables) or not _knows_reasoning(chat_format, tokenizer)
+    ):
+        start = ReasoningStart.CLOSED
     return ParserOptions(
         format=chat_format.name,
-        reasoning=_reasoning_start(chat_format, last),
+        reasoning=start,
         tools={} if use is None else use.parameters,
         is_parallel=use is None or use.is_parallel,
     )
 
 
-def _reasoning_start(chat_format: ChatFormat, prompt_end: str) -> ReasoningStart:
+def _prompt_reasoning(chat_format: ChatFormat, prompt_end: str) -> ReasoningStart:
     if chat_format.reasoning is None:
         return ReasoningStart.CLOSED
     begin, end = chat_format.reasoning
@@ -192,3 +200,21 @@ def _reasoning_start(chat_format: ChatFormat, prompt_end: str) -> ReasoningStart
     if prompt_end.endswith(begin):
         return ReasoningStart.OPEN
     return ReasoningStart.CLOSED if prompt_end.endswith(end) else ReasoningStart.FREE
+
+
+def _knows_reasoning(chat_format: ChatFormat, tokenizer: Tokenizer) -> bool:
+    """Return whether a marker of reasoning is in the model's template or one of its tokens. Others
+    of its family may think; from this one a constraint would let pass what it never ends.
+    """
+    return any(
+        marker in tokenizer.chat_template or tokenizer.backend.token_to_id(marker) is not None
+        for marker in chat_format.reasoning or ()
+    )
+
+
+def _is_turned_off(template_variables: Mapping[str, object]) -> bool:
+    """Return whether a request asks for no reasoning, whatever its template makes of that."""
+    return (
+        any(template_variables.get(name) is False for name in _SWITCHES)
+        or template_variables.get("reasoning_effort") == "none"
+    )

@@ -1,0 +1,244 @@
+"""Which values a JSON schema lets pass, for those who read values of it.
+
+Schemas need not be checked. Each keyword that is enforced counts here as well, but `pattern` and
+`format`, and `patternProperties` without their patterns; all others say nothing.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured.node import Document, Json, Node
+
+# "number" is one with a fraction, but in schemas.
+ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+# Of one value. What is not known to be wrong behind them passes.
+_MAX_CHECKS = 10_000
+_TYPE_NAMES: Mapping[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_OPTIONS = ("anyOf", "oneOf")
+
+
+def type_of(value: Json) -> str:
+    """Return one of ALL_TYPES."""
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    return _TYPE_NAMES[type(value)]
+
+
+class Values:
+    """The values of a schema, or of a schema within one."""
+
+    def __init__(self, schema: Json, root: Json = None) -> None:
+        """`root`: the document that its `$ref` are about, if that is another one."""
+        self._schema = schema
+        root = schema if root is None else root
+        self._document = Document(root=root, field="schema", read=_unread)
+
+    @functools.cached_property
+    def types(self) -> frozenset[str]:
+        """Those of ALL_TYPES that values may have."""
+        return self._types_of(self._schema, {})
+
+    @functools.cached_property
+    def are_listed(self) -> bool:
+        """Values are named one by one, or some are."""
+        return any("enum" in each or "const" in each for each in self._parts(self._schema, set()))
+
+    def property(self, name: str) -> "Values | None":
+        """Return the values of an object's property; None if nothing is said of it."""
+        schema = self._property(self._schema, name, set())
+        return None if schema is None else Values(schema, self._document.root)
+
+    def accepts(self, value: Json) -> bool:
+        """Return whether a value is among them."""
+        return self._is_valid(self._schema, value, _Budget())
+
+    # ---- by what schemas are made of
+
+    def _target(self, ref: Json) -> Json:
+        try:
+            return self._document.target(Node(self._document, {}, "").pointer_of(ref))
+        except InvalidRequestError:
+            return True
+
+    def _all_of(self, schema: Mapping[str, Any]) -> Iterator[Json]:
+        """Return schemas that values have to suit as well."""
+        if "$ref" in schema:
+            yield self._target(schema["$ref"])
+        yield from _list(schema, "allOf")
+
+    def _parts(self, schema: Json, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+        """Return each schema that speaks of the value itself."""
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        yield schema
+        options = (option for name in _OPTIONS for option in _list(schema, name))
+        for part in (*self._all_of(schema), *options):
+            yield from self._parts(part, seen)
+
+    def _types_of(self, schema: Json, known: dict[int, frozenset[str]]) -> frozenset[str]:
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, Mapping):
+            return ALL_TYPES
+        if id(schema) in known:
+            return known[id(schema)]
+        known[id(schema)] = ALL_TYPES  # of one within itself
+        types = _own_types(schema)
+        for part in self._all_of(schema):
+            types &= self._types_of(part, known)
+        for name in _OPTIONS:
+            if options := _list(schema, name):
+                types &= frozenset().union(*(self._types_of(each, known) for each in options))
+        known[id(schema)] = types
+        return types
+
+    def _property(self, schema: Json, name: str, seen: set[int]) -> Json | None:
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return None
+        seen.add(id(schema))
+        found = [_own_property(schema, name)]
+        found += [self._property(part, name, seen) for part in self._all_of(schema)]
+        for keyword in _OPTIONS:
+            options = [self._property(each, name, seen) for each in _list(schema, keyword)]
+            known = [each for each in options if each is not None]
+            found.append({"anyOf": known} if known else None)
+        said = [each for each in found if each is not None]
+        return {"allOf": said} if len(said) > 1 else said[0] if said else None
+
+    def _is_valid(self, schema: Json, value: Json, budget: "_Budget") -> bool:
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if budget.is_spent():
+            return True
+        return (
+            _suits_itself(schema, value)
+            and all(self._is_valid(part, value, budget) for part in self._all_of(schema))
+            and all(
+                any(self._is_valid(option, value, budget) for option in options)
+                for name in _OPTIONS
+                if (options := _list(schema, name))
+            )
+            and all(self._is_valid(part, each, budget) for part, each in _within(schema, value))
+        )
+
+
+class _Budget:
+    """Of checks: schemas may refer to each other in more ways than can be tried."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_CHECKS
+
+    def is_spent(self) -> bool:
+        self._num_left -= 1
+        return self._num_left < 0
+
+
+def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else ()
+
+
+def _mapping(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the values that a schema names, None if it does not."""
+    return [schema["const"]] if "const" in schema else _list(schema, "enum") or None
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    types = schema.get("type")
+    names = {each for each in (types if isinstance(types, list) else [types]) if _is_text(each)}
+    found = ALL_TYPES & names or ALL_TYPES
+    if "number" in found:
+        found |= {"integer"}
+    values = _listed(schema)
+    return found if values is None else found & frozenset(map(type_of, values))
+
+
+def _is_text(value: Json) -> bool:
+    return isinstance(value, str)
+
+
+def _own_property(schema: Mapping[str, Any], name: str) -> Json | None:
+    properties = _mapping(schema, "properties")
+    if name in properties:
+        return properties[name]
+    patterns = [*_mapping(schema, "patternProperties").values()]
+    others = schema.get("additionalProperties", False)
+    options = patterns if others is False else [*patterns, others]
+    return {"anyOf": options} if options else None
+
+
+def _suits_itself(schema: Mapping[str, Any], value: Json) -> bool:
+    """Return whether a value suits the keywords that have no schemas within."""
+    type_ = type_of(value)
+    if type_ not in _own_types(schema):
+        return False
+    values = _listed(schema)
+    if values is not None and not any(type_ == type_of(v) and value == v for v in values):
+        return False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _is_in_range(schema, value)
+    noun = {"string": "Length", "array": "Items", "object": "Properties"}.get(type_)
+    if noun is None:
+        return True
+    low, high = _number(schema, f"min{noun}"), _number(schema, f"max{noun}")
+    return (low is None or len(value) >= low) and (high is None or len(value) <= high)
+
+
+def _is_in_range(schema: Mapping[str, Any], value: float) -> bool:
+    low, high = _number(schema, "minimum"), _number(schema, "maximum")
+    above, below = _number(schema, "exclusiveMinimum"), _number(schema, "exclusiveMaximum")
+    factor = _number(schema, "multipleOf")
+    return (
+        (low is None or value >= low)
+        and (high is None or value <= high)
+        and (above is None or value > above)
+        and (below is None or value < below)
+        and (not factor or value % factor == 0)
+    )
+
+
+def _number(schema: Mapping[str, Any], keyword: str) -> float | None:
+    value = schema.get(keyword)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _within(schema: Mapping[str, Any], value: Json) -> Iterator[tuple[Json, Json]]:
+    """Return the parts of a value, each with a schema that it has to suit."""
+    if isinstance(value, list):
+        prefix = _list(schema, "prefixItems")
+        yield from zip(prefix, value, strict=False)
+        for item in value[len(prefix) :]:
+            yield schema.get("items", True), item
+    elif isinstance(value, dict):
+        for name in _list(schema, "required"):
+            if name not in value:
+                yield False, None
+        properties = _mapping(schema, "properties")
+        for name, part in value.items():
+            yield schema.get("propertyNames", True), name
+            if name in properties:
+                yield properties[name], part
+            elif "patternProperties" not in schema:
+                yield schema.get("additionalProperties", True), part
+            else:
+                found = _own_property(schema, name)
+                yield True if found is None else found, part
+
+
+def _unread(node: Node) -> dict[str, Any]:
+    raise AssertionError("values are looked at, not written")
