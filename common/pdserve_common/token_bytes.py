@@ -12,15 +12,17 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Return how the vocabulary's entries are read: as bytes in disguise (byte-level BPE) or as
-    text with byte tokens beside it (SentencePiece). Added tokens are no such entries: they stand
-    for their own text.
+    """Return how the vocabulary's entries are read: as bytes in disguise (byte-level BPE), as text
+    with byte tokens beside it (SentencePiece), or as words and their ends (WordPiece), each behind
+    another entry. Added tokens are no such entries: they stand for their own text.
     """
     if backend.decoder is None:
         return str.encode
-    parts = parts_of(backend.decoder, "decoders")
-    if any(part["type"] == "ByteLevel" for part in parts):
+    types = {part["type"] for part in parts_of(backend.decoder, "decoders")}
+    if "ByteLevel" in types:
         return functools.partial(_byte_level_bytes, table=_byte_level_table())
+    if types == {"WordPiece"}:
+        return functools.partial(_wordpiece_bytes, backend.decoder)
     return _sentencepiece_bytes
 
 
@@ -47,6 +49,12 @@ def _byte_level_bytes(piece: str, *, table: dict[str, int]) -> bytes:
     except KeyError:
         # As the tokenizer's own decoder does with entries that are no bytes in disguise.
         return piece.encode()
+
+
+def _wordpiece_bytes(decoder: Any, piece: str) -> bytes:
+    # Only the first one of a text differs.
+    text: str = decoder.decode(["a", piece])
+    return text[1:].encode()
 
 
 def _sentencepiece_bytes(piece: str) -> bytes:

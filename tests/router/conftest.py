@@ -112,9 +112,12 @@ def start_stack(
         tokens = tokenizer.backend.encode(answer).ids if isinstance(answer, str) else answer
 
         def worker(role: WorkerRole, number: int) -> FakeWorker:
-            fields = {"engine_id": f"{role.name.lower()}-{number}", **(info or {})}
-            size = tokenizer.vocab_size
-            return FakeWorker(role, vocab_size=size, answer=tokens, **fields)
+            fields: dict[str, object] = {
+                "engine_id": f"{role.name.lower()}-{number}",
+                "vocab_size": tokenizer.vocab_size,
+                **(info or {}),
+            }
+            return FakeWorker(role, answer=tokens, **fields)
 
         def workers(role: WorkerRole, wanted: int | Sequence[str]) -> list[FakeWorker]:
             return [worker(role, i) for i in range(wanted)] if isinstance(wanted, int) else []

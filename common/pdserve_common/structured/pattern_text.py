@@ -60,7 +60,7 @@ def _class_text(ranges: Ranges, lengths: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_single(chr(ranges[0][0])):
         return _char_text(ranges[0][0])
     classes = [
-        "".join(_range_text(*pair) for pair in _ordered(part))
+        "".join(_range_text(*pair) for pair in ordered(part))
         for length in lengths
         if (part := intersection(ranges, (length,)))
     ]
@@ -71,9 +71,10 @@ def _is_single(char: str) -> bool:
     return char.isalnum() or char == "^"
 
 
-def _ordered(ranges: Ranges) -> Sequence[tuple[int, int]]:
-    """As xgrammar writes them to itself, a control character (\\x1f) takes all hexadecimal digits
-    behind it, and what begins with ^ is the class of all others.
+def ordered(ranges: Ranges) -> Sequence[tuple[int, int]]:
+    """Return ranges as a class can have them. As xgrammar writes them to itself, a control
+    character (\\x1f) takes all hexadecimal digits behind it, and what begins with ^ is the
+    class of all others.
     """
     caret = ord("^")
     if len(ranges) == 1 and ranges[0][0] == caret:

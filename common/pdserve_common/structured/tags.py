@@ -4,12 +4,11 @@ The types of xgrammar's formats that are known here are checked field by field; 
 patterns within them like those that stand alone.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.structured import pattern_text, patterns
+from pdserve_common.structured import grammar_text, pattern_text, patterns
 from pdserve_common.structured.json_text import field_name
 from pdserve_common.structured.node import Json, kind, refuse, short
 from pdserve_common.structured.schema import read_schema
@@ -24,9 +23,6 @@ MAX_REPEATS = 1000
 MAX_TOKEN_ID = 2**31 - 1
 # Blanks in a row between the elements of JSON. Models that may write any number do not end.
 MAX_WHITESPACE = 2
-# Of a grammar: texts, classes and comments, closed or not; and bounds of a repetition.
-_NO_COUNT = re.compile(r'"(?:\\.|[^"\\\n])*"?|\[(?:\\.|[^\]\\\n])*\]?|#[^\n]*')
-_COUNT = re.compile(r"\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}")
 
 
 def schema_format(schema: Json, *, field: str) -> Format:
@@ -60,21 +56,11 @@ def regex_format(text: str, *, field: str) -> Format:
 
 
 def grammar_format(text: str, *, field: str) -> Format:
-    """Return the format of texts of a grammar. Raises InvalidRequestError for a repetition of which
-    the compiler makes wrong masks.
-    """
-    for low, high in _COUNT.findall(_NO_COUNT.sub(" ", text)):
-        if max(_count(low), _count(high)) > pattern_text.MAX_WRITTEN_OUT:
-            limit = f"at most {pattern_text.MAX_WRITTEN_OUT} are enforced"
-            raise InvalidRequestError(
-                f"{field} repeats {(high or low)[:20]} times, {limit}",
-                field=field_name(field),
-            )
-    return {"type": "grammar", "grammar": text}
-
-
-def _count(digits: str) -> int:
-    return int(digits or "0") if len(digits) < 10 else MAX_TOKEN_ID
+    """Return the format of texts of a grammar. Raises InvalidRequestError for what is no GBNF."""
+    try:
+        return {"type": "grammar", "grammar": grammar_text.normalized(text)}
+    except grammar_text.GrammarError as error:
+        raise InvalidRequestError(f"{field} {error}", field=field_name(field)) from None
 
 
 def choice_format(choices: tuple[str, ...]) -> Format:

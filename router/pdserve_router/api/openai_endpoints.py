@@ -193,7 +193,7 @@ class GenerationEndpoint:
             continuous_usage=options.continuous_usage,
             include_metrics=options.include_metrics,
             returns_token_ids=options.returns_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
+            params=params,
             shows_prompt_logprobs=options.shows_prompt_logprobs,
             shows_logprobs=params.logprobs is not None,
             is_prompt_only=options.is_prompt_only,

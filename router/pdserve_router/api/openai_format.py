@@ -11,15 +11,18 @@ from pydantic_core import to_json
 
 from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.errors import InvalidRequestError, ModelNotFoundError, PdserveError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.api.openai_logprobs import (
     CompletionLogprobs,
     chat_logprobs,
     prompt_logprobs_object,
 )
 from pdserve_router.api.openai_parts import delta_object, message_object
+from pdserve_router.requests.answer_parser import answer_detokenizer
 from pdserve_router.requests.outputs import CompletionOutput, RequestOutput, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.requests.tenant_account import RateLimitError
+from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.parts import Content, Reasoning, ToolCallDelta
 from pdserve_router.text.tokenizer import Tokenizer
 
@@ -143,7 +146,7 @@ class ChoicesFormat:
     continuous_usage: bool = False
     include_metrics: bool = False
     returns_token_ids: bool = False
-    skip_special_tokens: bool = True
+    params: SamplingParams = field(default_factory=SamplingParams)
     shows_prompt_logprobs: bool = False
     # Also of an echoed prompt.
     shows_logprobs: bool = False
@@ -288,20 +291,38 @@ class ChoicesFormat:
                 return None
             return chat_logprobs(completion.logprobs, self.tokenizer)
         if completion.index not in self._completion_logprobs:
-            self._completion_logprobs[completion.index] = CompletionLogprobs(self.tokenizer)
+            self._completion_logprobs[completion.index] = CompletionLogprobs(
+                self.tokenizer,
+                answer_detokenizer(
+                    self.tokenizer,
+                    self.prompt_token_ids,
+                    dataclasses.replace(self.params, stop=()),
+                    parsing=None,
+                ),
+                first_offset=0 if prompt is None else len(prompt.text),
+            )
         writer = self._completion_logprobs[completion.index]
-        special = self.tokenizer.special_token_ids
         parts = []
         if prompt is not None and prompt.logprobs is not None:
-            # The tokenizer adds some to a text.
-            added = {i for i in special if self.tokenizer.token_text(i) not in prompt.text}
-            parts.append(writer.write(prompt.token_ids, prompt.logprobs, silent=added))
+            parts.append(self._prompt_logprobs(prompt, prompt.logprobs))
         if completion.logprobs is not None:
-            silent = special if self.skip_special_tokens else frozenset()
-            parts.append(writer.write(completion.token_ids, completion.logprobs, silent=silent))
+            parts.append(writer.write(completion.token_ids, completion.logprobs))
         if not parts:
             return None
         return {name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
+
+    def _prompt_logprobs(
+        self, prompt: EchoedPrompt, logprobs: LogprobsLists
+    ) -> dict[str, list[Any]]:
+        # The tokenizer adds some to a text.
+        special = self.tokenizer.special_token_ids
+        added = {i for i in special if self.tokenizer.token_text(i) not in prompt.text}
+        detokenizer = Detokenizer(self.tokenizer.backend, texts=self.tokenizer.texts, skipped=added)
+        written = CompletionLogprobs(self.tokenizer, detokenizer).write(prompt.token_ids, logprobs)
+        # A tokenizer may have changed a text, which is echoed as it came.
+        end = len(prompt.text)
+        written["text_offset"] = [min(offset, end) for offset in written["text_offset"]]
+        return written
 
     @property
     def _chunk_name(self) -> str:

@@ -1,10 +1,10 @@
 """Log-probabilities as OpenAI's endpoints show them."""
 
-import codecs
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve_common.engine_types import LogprobsLists
+from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.tokenizer import Tokenizer
 
 # JSON has no infinity; this is what OpenAI says instead.
@@ -33,26 +33,26 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
 
 
 class CompletionLogprobs:
-    """`logprobs` of one choice of /v1/completions; its text offsets go on from part to part."""
+    """`logprobs` of one text of /v1/completions; its text offsets go on from part to part."""
 
-    __slots__ = ("_decoder", "_num_chars", "_tokenizer")
+    __slots__ = ("_detokenizer", "_num_chars", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, detokenizer: Detokenizer, *, first_offset: int = 0
+    ) -> None:
+        """`detokenizer` makes the text, which begins at `first_offset`."""
         self._tokenizer = tokenizer
-        # Characters count from where they are complete.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_chars = 0
+        self._detokenizer = detokenizer
+        self._num_chars = first_offset
 
-    def write(
-        self, token_ids: Sequence[int], logprobs: LogprobsLists, *, silent: Set[int]
-    ) -> dict[str, list[Any]]:
-        """Return the next tokens, each with its position; `silent` ones are not in the text."""
+    def write(self, token_ids: Sequence[int], logprobs: LogprobsLists) -> dict[str, list[Any]]:
+        """Return the next tokens, each with its position."""
         rows = list(zip(logprobs.logprob_token_ids, logprobs.logprobs, strict=True))
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [_finite(values[0]) if values else None for _, values in rows],
             "top_logprobs": [self._top(*row) if row[0] else None for row in rows],
-            "text_offset": [self._offset(token_id, silent) for token_id in token_ids],
+            "text_offset": [self._offset(token_id) for token_id in token_ids],
         }
 
     def _top(self, token_ids: Sequence[int], values: Sequence[float]) -> dict[str, float]:
@@ -72,11 +72,12 @@ class CompletionLogprobs:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _offset(self, token_id: int, silent: Set[int]) -> int:
-        """Return where the token begins in the text, and step over it."""
+    def _offset(self, token_id: int) -> int:
+        """Return where the token begins in the text, and step over it. Characters count from where
+        they are complete.
+        """
         offset = self._num_chars
-        if token_id not in silent:
-            self._num_chars += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        self._num_chars += len(self._detokenizer.push(token_id))
         return offset
 
 

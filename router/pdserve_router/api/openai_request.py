@@ -104,18 +104,25 @@ async def _process(
     texts: list[str] = []
     if body.echoes_prompt:
         texts = [
-            await _prompt_text(processor, *pair) for pair in zip(requests, processed, strict=True)
+            await _prompt_text(processor, *pair, is_answered=not body.is_prompt_only)
+            for pair in zip(requests, processed, strict=True)
         ]
     return tuple(processed), tuple(texts)
 
 
 async def _prompt_text(
-    processor: InputProcessor, request: GenerationRequest, processed: ProcessedInput
+    processor: InputProcessor,
+    request: GenerationRequest,
+    processed: ProcessedInput,
+    *,
+    is_answered: bool,
 ) -> str:
     """Return what an echo shows; of a prompt that was cut, what is left."""
     if request.text is not None and request.truncate_prompt_tokens is None:
         return request.text
-    return await processor.text_of(processed.core_request.prompt_token_ids)
+    return await processor.text_of_prompt(
+        processed.core_request.prompt_token_ids, is_answered=is_answered
+    )
 
 
 def _answer_options(

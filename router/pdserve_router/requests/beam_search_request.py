@@ -209,7 +209,9 @@ class BeamSearchRequest(LiveRequest):
         is_cut = self._search.is_stopped(beam) and not self._params.include_stop_str_in_output
         token_ids = beam.token_ids[:-1] if is_cut else beam.token_ids
         skipped = silent_token_ids(self._tokenizer, self._params, self._parsing)
-        return await self._tokenizer.decode_any([i for i in token_ids if i not in skipped])
+        return await self._tokenizer.decode_answer(
+            token_ids, prompt_token_ids=self.core_request.prompt_token_ids, skipped=skipped
+        )
 
     def _parts(self, text: str, index: int) -> tuple[OutputPart, ...]:
         parser = answer_parser(self._parsing, self.core_request, index)

@@ -64,13 +64,13 @@ def check_constraint(
 def _is_small(
     params: StructuredOutputsParams | None, use: ToolUse | None, accepted: AcceptedConstraints
 ) -> bool:
-    """Return whether the check takes no longer than the event loop can wait. Choices and grammars
-    cost next to nothing here, and neither does what is known.
+    """Return whether the check takes no longer than the event loop can wait. Choices cost next to
+    nothing here, and neither does what is known.
     """
     schemas = () if use is None else map(as_constraint, use.parameters.values())
     texts = [each.json_schema or "" for each in schemas if each not in accepted]
     if params is not None and params not in accepted:
-        texts += [params.json_schema or "", params.structural_tag or ""]
+        texts += [params.json_schema or "", params.structural_tag or "", params.grammar or ""]
         if len(params.regex or "") > INLINE_PATTERN_CHARS:
             return False
     num_chars = sum(map(len, texts))

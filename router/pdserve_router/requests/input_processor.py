@@ -427,10 +427,14 @@ class InputProcessor:
                 f"{field} has {len(token_ids)} tokens, at most {MAX_RESUMED_TOKENS}", field=field
             )
         validate_token_ids(field, token_ids, self._tokenizer.vocab_size)
-        return await self.text_of(token_ids)
+        return await self._tokenizer.decode_any(token_ids)
 
-    async def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that were checked already, special tokens included."""
+    async def text_of_prompt(self, token_ids: Sequence[int], *, is_answered: bool) -> str:
+        """Return the text of a prompt, special tokens included. An answer goes on with a character
+        that the prompt only begins.
+        """
+        if is_answered:
+            return await self._tokenizer.decode_prompt(token_ids)
         return await self._tokenizer.decode_any(token_ids)
 
     async def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -15,11 +15,10 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.token_end import TokenEnd, token_end
 from pdserve_router.chat_formats.base import ParserOptions, TextParser
-from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
+from pdserve_router.requests.answer_parser import answer_detokenizer, answer_parser
 from pdserve_router.requests.outputs import Ending, RequestOutputCollector
 from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.resume import ResumedCompletion
-from pdserve_router.text.detokenizer import NO_UNSPACED, Detokenizer
 from pdserve_router.text.parts import OutputPart
 from pdserve_router.text.tokenizer import Tokenizer
 
@@ -78,7 +77,11 @@ class RequestState:
         self._metrics = metrics
         # Slices of them, until the first token.
         self._prompt_logprobs: list[LogprobsLists] = []
-        self._detokenizer = _detokenizer(tokenizer, params, parsing)
+        self._detokenizer = (
+            answer_detokenizer(tokenizer, request.prompt_token_ids, params, parsing)
+            if params.detokenize
+            else None
+        )
         self._parser = answer_parser(parsing, request, index)
         # Tokens bring text that nobody looks at, and nothing else.
         self._has_text_alone = (
@@ -269,20 +272,3 @@ def _check_positions(logprobs: LogprobsLists) -> None:
             raise PdserveError(
                 f"a worker sent a position of {len(token_ids)} tokens and {len(values)} logprobs"
             )
-
-
-def _detokenizer(
-    tokenizer: Tokenizer, params: SamplingParams, parsing: ParserOptions | None
-) -> Detokenizer | None:
-    if not params.detokenize:
-        return None
-    is_spaced = params.skip_special_tokens or params.spaces_between_special_tokens
-    return Detokenizer(
-        tokenizer.backend,
-        texts=tokenizer.texts,
-        skipped=silent_token_ids(tokenizer, params, parsing),
-        stops=params.stop,
-        include_stop=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-        unspaced=NO_UNSPACED if is_spaced else tokenizer.added_tokens,
-    )

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
-from pdserve_router.text.token_texts import NO_TEXTS
+from pdserve_router.text.prompt_end import NO_PROMPT, PromptEnd
+from pdserve_router.text.token_texts import NO_TEXTS, REPLACEMENT
 
 # A character has up to four bytes, each a token of its own at worst: so many tokens without text
 # are no character. Without a bound each further one would decode all of them again.
@@ -15,18 +15,11 @@ NO_UNSPACED: Mapping[int, str] = MappingProxyType({})
 
 
 class IncrementalDecoder:
-    """Decodes a stream of tokens; text is returned when its last character is complete."""
+    """Decodes a stream of tokens; text is returned when its last character is complete. Of the
+    texts returned and of that before them come what the library decodes as a whole.
+    """
 
-    __slots__ = (
-        "_context",
-        "_is_stale",
-        "_pending",
-        "_skipped",
-        "_stream",
-        "_texts",
-        "_tokenizer",
-        "_unspaced",
-    )
+    __slots__ = ("_context", "_pending", "_said", "_skipped", "_texts", "_tokenizer", "_unspaced")
 
     def __init__(
         self,
@@ -34,22 +27,23 @@ class IncrementalDecoder:
         texts: Mapping[int, str | None],
         skipped: Set[int],
         unspaced: Mapping[int, str],
+        prompt: PromptEnd,
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
         self._skipped = skipped
         self._unspaced = unspaced
-        self._stream = DecodeStream(skip_special_tokens=False)
-        # It lacks tokens whose text was in the table.
-        self._is_stale = False
-        self._pending: list[int] = []
-        # The tokens of the last text: some decoders treat the first token differently.
-        self._context: list[int] = []
+        # The tokens of the last text: decoders treat the first token differently.
+        self._context = list(prompt.context)
+        # Those behind it, which bring no text yet.
+        self._pending = list(prompt.pending)
+        # How the text of all of them begins that is out; None: with that of the context.
+        self._said: str | None = prompt.text
 
     def step(self, token_id: int) -> str:
         if self._context and not self._pending and (text := self._texts[token_id]) is not None:
             self._context = [token_id]
-            self._is_stale = True
+            self._said = None
             return text
         if token_id in self._skipped:
             return ""
@@ -59,44 +53,40 @@ class IncrementalDecoder:
             return self._unspaced[token_id]
         return text
 
-    def _decode_next(self, token_id: int) -> str:
-        """`step` for a part of a character, and whatever else depends on tokens before it."""
-        if self._is_stale:
-            self._begin_stream()
-        self._pending.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer, token_id)
-        except Exception:
-            # The library's own and only class for "the text so far is no prefix of the text now",
-            # which byte-fallback tokenizers bring about when bytes that began a character end in
-            # none. Whole decoding still has an answer.
-            return self._restart()
-        if text is None:
-            return "" if len(self._pending) < _MAX_PENDING_TOKENS else self._restart()
-        self._context, self._pending = self._pending, []
-        return text
-
-    def _restart(self) -> str:
-        """Give up the open character: return what there is of it and begin a new stream."""
-        text = self.flush()
-        self._begin_stream()
-        return text
-
-    def _begin_stream(self) -> None:
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
-        self._is_stale = False
-
     def flush(self) -> str:
         """Return what an incomplete character looks like; at the end there is no more to come."""
         if not self._pending:
             return ""
-        before = self._decode(self._context)
+        text = self._new_text(self._decode(self._context + self._pending))
+        self._pending = []
+        return text
+
+    def _decode_next(self, token_id: int) -> str:
+        """`step` for a part of a character, and whatever else depends on tokens before it."""
+        self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        self._pending.clear()
-        return text.removeprefix(before)
+        if len(text) <= len(self._text_before()) or text.endswith(REPLACEMENT):
+            return "" if len(self._pending) < _MAX_PENDING_TOKENS else self.flush()
+        new = self._new_text(text)
+        self._context, self._pending, self._said = self._pending, [], None
+        return new
+
+    def _new_text(self, text: str) -> str:
+        before = self._text_before()
+        self._said = None
+        if text.startswith(before):
+            return text[len(before) :]
+        # With byte-fallback tokenizers bytes that begin a character and end in none spoil the
+        # characters of the bytes before them, which are out.
+        return self._decode(self._pending)
+
+    def _text_before(self) -> str:
+        if self._said is None:
+            self._said = self._decode(self._context)
+        return self._said
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 class StopChecker:
@@ -169,9 +159,12 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         unspaced: Mapping[int, str] = NO_UNSPACED,
+        prompt: PromptEnd = NO_PROMPT,
     ) -> None:
-        """`unspaced` are the texts of tokens between which the decoder's spaces are left out."""
-        self._decoder = IncrementalDecoder(tokenizer, texts, skipped, unspaced)
+        """`unspaced` are the texts of tokens between which the decoder's spaces are left out;
+        `prompt` is what the tokens follow. A character that it begins is in the first text.
+        """
+        self._decoder = IncrementalDecoder(tokenizer, texts, skipped, unspaced, prompt)
         self._checker = StopChecker(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self.num_tokens = 0

@@ -8,7 +8,7 @@ from pdserve_common.token_bytes import parts_of
 # for a part of a character. Behind Fuse the whole text is one piece: only its ends may change.
 _LOCAL_DECODERS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip"}
 _LOCAL_BEHIND_FUSE = {"Fuse", "Strip"}
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts(dict[int, str | None]):
@@ -36,7 +36,7 @@ class TokenTexts(dict[int, str | None]):
             for ids in ([self._before], [self._before, token_id])
         )
         text = both.removeprefix(before)
-        return None if not text or _REPLACEMENT in text else text
+        return None if not text or REPLACEMENT in text else text
 
 
 class _NoTexts(dict[int, str | None]):

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.token_bytes import parts_of, piece_decoder
 from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.prompt_end import PromptEnd, prompt_end
 from pdserve_router.text.token_texts import TokenTexts
 
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
@@ -190,7 +191,35 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special tokens included."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+        return self.backend.decode(token_ids, skip_special_tokens=False)
+
+    def prompt_end(self, token_ids: Sequence[int], *, skipped: Set[int] = frozenset()) -> PromptEnd:
+        """Return what a prompt's last tokens are to the text that follows; `skipped` are in no
+        text.
+        """
+        return prompt_end(
+            token_ids, skipped=skipped, token_bytes=self.token_bytes, decode=self.decode
+        )
+
+    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a prompt, without a character that it only begins: its answer goes on
+        with that.
+        """
+        end = self.prompt_end(token_ids)
+        if not end.pending:
+            return await self.decode_any(token_ids)
+        known = list(filter(self.token_bytes, token_ids))
+        text = await self.decode_any(known[: -len(end.pending)])
+        return text + end.text.removeprefix(self.decode(end.context))
+
+    async def decode_answer(
+        self, token_ids: Sequence[int], *, prompt_token_ids: Sequence[int], skipped: Set[int]
+    ) -> str:
+        """Return the text of an answer's tokens, but `skipped` ones, behind that of its prompt."""
+        end = self.prompt_end(prompt_token_ids, skipped=skipped)
+        shown = (token_id for token_id in token_ids if token_id not in skipped)
+        text = await self.decode_any([*end.context, *end.pending, *shown])
+        return text[len(end.text) :]
 
     def _for_template(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         # Most templates know only the older name of the role.
