@@ -182,6 +182,8 @@ class EngineCoreRequest:
     fork_of: str | None = None
     # What the answer may be like; changes no token.
     prediction_token_ids: tuple[int, ...] = ()
+    # Stands for whoever asks: clients take turns where one's requests would hold up another's.
+    client_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

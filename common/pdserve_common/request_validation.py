@@ -26,6 +26,7 @@ from pdserve_common.validation import (
     MAX_TRACE_HEADERS,
     PROBE_PRIORITY,
     check_count,
+    id_problem,
     validate_choice,
     validate_pooling_params,
     validate_prediction,
@@ -71,6 +72,8 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     else:
         validate_priority(request.priority)
     _validate_trace_headers(request.trace_headers)
+    if request.client_id and (problem := id_problem("client_id", request.client_id)) is not None:
+        raise InvalidRequestError(problem, field="client_id")
     validate_prompt(
         request.prompt_token_ids,
         max_model_len=info.max_model_len,

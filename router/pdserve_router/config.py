@@ -23,6 +23,7 @@ from pdserve_router.workers.routing_policy import ROUTING_POLICIES
 # More than a machine has cores for.
 MAX_WORKERS = 256
 MAX_QUOTA_REPLICAS = 10_000
+_HOST = re.compile(r"\*|[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 
 
@@ -194,6 +195,17 @@ class RouterConfig(TlsConfig):
         "Origins whose pages may use the HTTP API in browsers, such as https://chat.example.com; "
         "*: all. Unset: none.",
     )
+    allowed_hosts: tuple[str, ...] = opt(
+        ("localhost",),
+        "Without api_keys_file: names, without ports, that HTTP requests may have in Host besides "
+        "addresses; others are refused (403), as any page's name could lead here. *: all.",
+    )
+    allowed_origins: tuple[str, ...] = opt(
+        (),
+        "Without api_keys_file: origins whose pages' HTTP requests are not refused (403), besides "
+        "the host that is asked and cors_origins, such as that of a proxy which sends another "
+        "Host. *: all.",
+    )
     lora_updates: bool = opt(
         False,
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: whoever may send requests may "
@@ -242,11 +254,15 @@ class RouterConfig(TlsConfig):
             raise ValueError("require_disaggregation is on while disaggregation is off")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill needs at least one worker")
-        for origin in self.cors_origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"cors_origins has {origin!r}, must be * or scheme://host[:port] without a path"
-                )
+        for name in ("cors_origins", "allowed_origins"):
+            for origin in getattr(self, name):
+                if not _ORIGIN.fullmatch(origin):
+                    raise ValueError(
+                        f"{name} has {origin!r}, must be * or scheme://host[:port] without a path"
+                    )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"allowed_hosts has {host!r}, must be * or a name without a port")
         check_endpoint(self.otlp_traces_endpoint)
         self._check_numbers()
 

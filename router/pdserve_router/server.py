@@ -24,6 +24,7 @@ from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, Ht
 from pdserve_router.api.body_guard import BodyGuard
 from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings, TemplateProcess
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
+from pdserve_router.api.host_guard import HostGuard
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
 from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
 from pdserve_router.api.http_server import HttpServer
@@ -249,17 +250,21 @@ class RouterServer:
         return num_steps * self.pool.shared_limits.num_step_tokens if num_steps else math.inf
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
+        config = self.config
         if self._api_keys:
             app = HttpApiKeyGuard(app, self._api_keys, self._quotas)
-        if self.config.cors_origins:
+        if config.cors_origins:
             # Around the keys: a browser asks first without one.
             app = CORSMiddleware(
                 app,
-                allow_origins=self.config.cors_origins,
+                allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
+        if not self._api_keys:
+            origins = (*config.cors_origins, *config.allowed_origins)
+            app = HostGuard(app, config.allowed_hosts, origins)
         if self._request_log is None:
             return app
         return HttpRequestLog(app, self._request_log, silent=OPEN_PATHS)

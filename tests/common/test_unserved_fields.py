@@ -36,6 +36,7 @@ SERVED = {
     "deadline",
     "fork_of",
     "prediction_token_ids",
+    "client_id",
 }
 REFUSED = {
     "mm_features": (

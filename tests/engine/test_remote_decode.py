@@ -382,3 +382,24 @@ def test_an_answer_that_comes_while_p_computes_ends_the_wait_for_d(
     engine.run()
     stats = engine.outputs["a"][0].prefill_stats
     assert (decode_queue_s(engine, "a"), stats.queue_s) == (2, 5)
+
+
+def test_whoever_queues_behind_waits_for_p_while_d_only_takes_its_time_to_answer(
+    producer: ScriptedProducer, clock: Clock
+) -> None:
+    engine = Engine(clock=clock, producer=producer)
+    names = [f"{number}" for number in range(20)]
+    for name in names:
+        engine.add(name, [1] * 60, kv_transfer_params=ON_P)
+    for _ in range(100):
+        for name in list(producer.held):
+            producer.release(name)
+        engine.step()  # asks, and computes what was granted before
+        asked = producer.asked.keys() - engine.outputs
+        clock.now_s += 0.1
+        for name in asked:
+            producer.allow(name)
+        clock.now_s += 0.1
+    waits = [stats.queue_s for name in names if (stats := engine.outputs[name][0].prefill_stats)]
+    assert max(waits) > 2
+    assert max(decode_queue_s(engine, name) for name in names) == pytest.approx(0.1)

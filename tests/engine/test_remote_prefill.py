@@ -376,7 +376,39 @@ def test_many_claims_that_wait_cost_a_step_little(
     )
     engine.step()
     assert not consumer.loading
-    assert len(lookups) == len(consumer.deferred) == remote_prefill.MAX_SKIPPED
+    assert len(lookups) == remote_prefill.MAX_SKIPPED
+    assert len(consumer.deferred) == 100
+
+
+def test_p_hears_of_every_claim_that_has_to_wait(consumer: ScriptedConsumer, clock: Clock) -> None:
+    """Also of those behind one that is overdue."""
+    engine = Engine(clock=clock, consumer=consumer, num_blocks=256, max_num_seqs=4)
+    for name in "wxyz":
+        engine.add(name, [1] * 4, max_tokens=100)
+    engine.step()
+    names = [f"{number}" for number in range(20)]
+    for name in names:
+        add_ticket(engine, name, 4)
+        consumer.claim(name)
+        clock.now_s += 2 * remote_prefill.OVERDUE_S
+        engine.step()
+    assert not consumer.loading
+    assert consumer.deferred == names
+
+
+def test_p_hears_of_claims_that_wait_for_a_preempted_request(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=16, enable_caching=False)
+    for name in "xy":
+        engine.add(name, [1] * 8, max_tokens=40)
+    for _ in range(50):
+        engine.step()
+        if engine.scheduler.places.num_preempted:
+            break
+    add_ticket(engine, "a", 4)
+    consumer.claim("a")
+    engine.step()
+    assert engine.scheduler.places.num_preempted == 1
+    assert consumer.deferred == ["a"]
 
 
 def test_a_paused_worker_grants_nothing(consumer: ScriptedConsumer) -> None:

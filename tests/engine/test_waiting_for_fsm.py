@@ -407,7 +407,7 @@ def test_tokens_are_the_same_however_late_masks_are(
 
 
 def test_a_full_queue_of_the_compiler_is_told(clock: Clock) -> None:
-    def overloaded(params: StructuredOutputsParams, reasoning: object) -> "Future[CompiledGrammar]":
+    def overloaded(*_: object) -> "Future[CompiledGrammar]":
         future: Future[CompiledGrammar] = Future()
         future.set_exception(OverloadedError("too many", retry_after_ms=1000))
         return future

@@ -63,7 +63,7 @@ PATHS = (
 # Nothing comes any more: our side of the connection is closed, and the server has to end it.
 QUIET_S = 0.1
 
-MODELS_REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
+MODELS_REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def served_bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
@@ -116,7 +116,7 @@ def _check_events(response: Response) -> None:
 def send(system: System, method: str, target: bytes, body: bytes) -> Response:
     """Send a request whose head is well formed, whatever it asks for."""
     length = b"Content-Length: %d\r\n\r\n" % len(body)
-    head = b"%s %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" % (method.encode(), target)
+    head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % (method.encode(), target)
     data = exchange(system.stack.http_port, [head + length + body])
     if method == "HEAD":  # says how long a body is that does not follow
         return parse_one(data)[0]
@@ -290,7 +290,7 @@ FRAMINGS = (
 @pytest.mark.parametrize("headers", FRAMINGS, ids=" and ".join)
 def test_a_body_of_unclear_length_hides_no_request(system: System, headers: Sequence[str]) -> None:
     """Whoever stands before us may have seen another length: what follows is nobody's request."""
-    lines = ["POST /v1/completions HTTP/1.1", "Host: a", *headers, "", ""]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", *headers, "", ""]
     data = "\r\n".join(lines).encode("latin-1") + b"0\r\n\r\n" + MODELS_REQUEST
     with system.example():
         responses = parse(exchange(system.stack.http_port, [data], quiet_s=QUIET_S))

@@ -246,6 +246,14 @@ def test_routers_look_for_workers_where_services_list_them(manifests: list[Manif
         assert ports["grpc"] == port["port"], "DNS gives addresses, no ports"
 
 
+def test_routers_answer_to_the_names_of_their_service(manifests: list[Manifest]) -> None:
+    service = find(manifests, "Service", "router")["metadata"]
+    name, namespace = service["name"], service["namespace"]
+    hosts = config_of("router", container(find(manifests, "Deployment", "router"))).allowed_hosts
+    suffixes = ("", f".{namespace}", f".{namespace}.svc", f".{namespace}.svc.cluster.local")
+    assert {"localhost", *(name + suffix for suffix in suffixes)} <= set(hosts)
+
+
 def test_pods_have_no_rights_and_no_writable_root(manifests: list[Manifest]) -> None:
     for spec in pod_specs(manifests):
         assert spec["automountServiceAccountToken"] is False

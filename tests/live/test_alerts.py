@@ -34,9 +34,9 @@ PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
 @contextlib.contextmanager
 def slow_prefill(world: World) -> Iterator[None]:
-    """More prompts than it can compute."""
+    """More prompts than it can compute; decode is idle, however many queue."""
     with (
-        world.load(clients=40, prompt_tokens=(200, 400), max_tokens=4),
+        world.load(clients=80, prompt_tokens=(100, 200), max_tokens=4),
         slowed(world, PREFILL, step_s=0.15),
     ):
         yield
@@ -64,10 +64,12 @@ def full_blocks(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_slots(world: World) -> Iterator[None]:
-    """More answers than decode has places for; they are short, and need little KV."""
+    """More answers than decode has places for; they are short, and need little KV. Places are freed
+    slowly: each of those who wait does so for longer than others may overtake it.
+    """
     with (
         world.load(clients=90, prompt_tokens=(1, 20), max_tokens=32),
-        slowed(world, DECODE, step_s=0.1),
+        slowed(world, DECODE, step_s=0.4),
     ):
         yield
 

@@ -76,16 +76,17 @@ def outcomes(**counts: str) -> dict[str, str]:
     return {f'{name}{{model="m", outcome="{key}"}}': value for key, value in counts.items()}
 
 
-def waits(prefill: str, decode: str, usage: str, count: str = "0+60x60") -> dict[str, str]:
-    """Seconds that requests wait for each pool, and the use of decode's slots."""
+def waits(
+    prefill: str, decode: str, usage: str, count: str = "0+60x60", kv_usage: str = "0.3x60"
+) -> dict[str, str]:
+    """Seconds that requests wait for each pool, and the use of decode's slots and KV blocks."""
     stage = "pdserve_request_stage_seconds"
     sums = {"prefill_queue": prefill, "decode_queue": decode}
     return {
         **{f'{stage}_sum{{stage="{name}"}}': values for name, values in sums.items()},
         **{f'{stage}_count{{stage="{name}"}}': count for name in sums},
         'pdserve_slot_usage_ratio{component="decode", pod="d"}': usage,
-        # Whoever has few slots has room for KV.
-        'pdserve_kv_cache_usage_ratio{component="decode", pod="d"}': "0.3x60",
+        'pdserve_kv_cache_usage_ratio{component="decode", pod="d"}': kv_usage,
     }
 
 
@@ -276,7 +277,13 @@ CASES = [
             "short_of_prefill": waits("0+54x60", "0+6x60", "0.2x60"),
             "short_of_decode": waits("0+6x60", "0+54x60", "1x60"),
             # A burst of prompts, before decode's blocks were full.
-            "short_of_decode_with_free_slots": waits("0+40x60", "0+54x60", "0.8x60"),
+            "short_of_decode_with_free_slots": waits(
+                "0+40x60", "0+54x60", "0.8x60", kv_usage="0.9x60"
+            ),
+            # Grants take their time, as decode's steps are long.
+            "decode_is_idle": waits("0+6x60", "0+54x60", "0.04x60", kv_usage="0.11x60"),
+            # More prefill would find no room on decode.
+            "short_of_blocks": waits("0+54x60", "0+6x60", "0.2x60", kv_usage="0.9x60"),
             # More prefill would only have more wait for decode.
             "short_of_both": waits("0+40x60", "0+20x60", "1x60"),
             "balanced": waits("0+6x60", "0+3x60", "0.2x60"),

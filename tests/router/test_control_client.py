@@ -7,7 +7,12 @@ import pytest
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
-from pdserve_common.errors import FailedPreconditionError, PdserveError
+from pdserve_common.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NoWorkerError,
+    PdserveError,
+)
 from pdserve_common.rpc import rpc_errors
 from pdserve_router.workers import control_client
 from pdserve_router.workers.control_client import ControlClient
@@ -54,6 +59,18 @@ async def test_a_busy_worker_is_asked_again(worker: tuple[Servicer, str]) -> Non
         await ControlClient(None).remove_lora(address, "a")
     assert refusal.value.retry_after_ms is None
     assert servicer.num_calls == 5
+
+
+async def test_errors_do_not_say_where_workers_are(
+    worker: tuple[Servicer, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, address = worker
+    servicer.refusals = [InvalidRequestError("adapter x: there is no such folder")]
+    for server, error_type in ((address, InvalidRequestError), ("127.0.0.1:1", NoWorkerError)):
+        with pytest.raises(error_type) as refusal:
+            await ControlClient(None).remove_lora(server, "a")
+        assert "127.0.0.1" not in str(refusal.value)
+    assert "worker 127.0.0.1:1: " in caplog.text
 
 
 async def test_one_that_stays_busy_is_not_asked_for_ever(

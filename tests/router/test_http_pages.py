@@ -1,5 +1,8 @@
 """What the HTTP API has besides generation: tokens, its own description, origins of pages."""
 
+import asyncio
+import base64
+import hashlib
 import re
 
 import jsonschema
@@ -167,6 +170,11 @@ async def test_the_page_needs_nothing_else(http) -> None:
     assert "<script" not in page
     assert not re.search(r'(src|href)="(?!openapi\.json)', page)
     assert "://" not in page
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in response.headers["content-security-policy"]
 
 
 async def test_what_describes_the_api_needs_no_key(start_stack, tmp_path) -> None:
@@ -199,3 +207,62 @@ async def test_pages_of_other_origins_are_served_only_if_asked_for(start_stack, 
             response = await stack.api.get("/v1/models", headers={"origin": PAGE})
             assert response.status_code == 401
             assert response.headers.get("access-control-allow-origin") == allowed
+
+
+HOSTS = {"allowed_hosts": ("localhost", "demo.serving.svc"), "allowed_origins": (PAGE,)}
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_served"),
+    [
+        ({}, True),
+        ({"host": "localhost:8000"}, True),
+        ({"host": "LocalHost."}, True),
+        ({"host": "10.1.2.3:8000"}, True),
+        ({"host": "[::1]:8000"}, True),
+        ({"host": "demo.serving.svc:8000"}, True),
+        ({"host": "evil.example"}, False),
+        ({"host": "localhost.evil.example:8000"}, False),
+        ({"host": ""}, False),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, True),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, False),
+        ({"host": "localhost:8000", "origin": "http://evil.example"}, False),
+        ({"host": "localhost:8000", "origin": "null"}, False),
+        ({"host": "evil.example", "origin": "http://evil.example"}, False),
+        ({"host": "localhost:8000", "origin": PAGE}, True),
+    ],
+)
+async def test_without_keys_pages_of_others_are_refused(start_stack, headers, is_served) -> None:
+    """Of a path that needs no body, and before one that would."""
+    async with start_stack(http=True, **HOSTS) as stack:
+        answer = await stack.api.get("/v1/models", headers=headers)
+        assert (answer.status_code == 200) is is_served
+        answer = await stack.api.post(
+            "/v1/completions",
+            content=b'{"prompt": "hello"}',
+            headers={"content-type": "text/plain", **headers},
+        )
+        assert answer.status_code == (200 if is_served else 403)
+        assert is_served or "--allowed-" in answer.json()["error"]["message"]
+
+
+async def test_a_refused_page_does_not_have_its_body_read(start_stack) -> None:
+    async with start_stack(http=True) as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 100\r\n\r\n"
+        )
+        assert b" 403 " in await reader.readline()
+        writer.close()
+
+
+async def test_with_keys_and_where_all_are_listed_names_do_not_matter(
+    start_stack, tmp_path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    headers = {"host": "evil.example", "origin": PAGE, "authorization": "Bearer 0123456789abcdef"}
+    everybody = {"allowed_hosts": ("*",), "cors_origins": ("*",)}
+    for fields in ({"api_keys_file": str(keys)}, everybody):
+        async with start_stack(http=True, **fields) as stack:
+            assert (await stack.api.get("/v1/models", headers=headers)).status_code == 200

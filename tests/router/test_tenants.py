@@ -215,6 +215,26 @@ async def test_without_keys_a_salt_is_the_clients(start_stack: Any) -> None:
         assert set(await salts(stack, ("",), cache_salt="s")) == {"s"}
 
 
+async def clients(stack: Any, keys: Sequence[str]) -> set[str]:
+    """Return whom workers take requests with these keys for, over both APIs."""
+    for key in keys:
+        for send in (ask, ask_grpc):
+            await send(stack, key=key)
+    found = {each.client_id for each in (*stack.prefill.requests, *stack.decode.requests)}
+    stack.prefill.requests.clear()
+    stack.decode.requests.clear()
+    return found
+
+
+async def test_workers_learn_who_asks_by_name_or_address(stack: Any, start_stack: Any) -> None:
+    seen = [await clients(stack, keys) for keys in ((ALICE, ALICE_TOO), (BOB,), NAMELESS[:1])]
+    async with start_stack(http=True) as other:
+        seen.append(await clients(other, ("",)))
+    assert [len(each) for each in seen] == [1] * 4
+    assert len(set().union(*seen)) == 4
+    assert not any("alice" in each or "127" in each for each in set().union(*seen))
+
+
 async def test_a_long_prompt_is_hashed_with_its_tenants_salt(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

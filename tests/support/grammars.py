@@ -58,7 +58,10 @@ class ScriptedCompiler:
         self.on_look: Callable[[], object] = lambda: None
 
     def __call__(
-        self, params: StructuredOutputsParams, reasoning: Reasoning | None = None
+        self,
+        params: StructuredOutputsParams,
+        reasoning: Reasoning | None = None,
+        client: str = "",
     ) -> "Future[CompiledGrammar]":
         assert params.regex is not None
         return self._future(params.regex)

@@ -33,13 +33,53 @@ class _Stopwatch:
     def __init__(self) -> None:
         self._total_s = 0.0
         self._since: float | None = None
+        self._until = float("-inf")
 
-    def set(self, is_so: bool, at: float) -> None:
-        self._total_s = self.total_s(at)
-        self._since = at if is_so else None
+    @property
+    def since(self) -> float | None:
+        return self._since
 
     def total_s(self, at: float) -> float:
         return self._total_s + (max(0.0, at - self._since) if self._since is not None else 0.0)
+
+    def set(self, since: float | None, at: float) -> None:
+        """It has been so since then, as far as that has not been counted; None: until `at`."""
+        if since is None:
+            self._total_s, self._since, self._until = self.total_s(at), None, at
+        elif self._since is None:
+            self._since = max(since, self._until)
+
+
+class _Waits:
+    """For how long requests of one D could not start because of it.
+
+    Those that it is asked for wait from then on. Those behind them do only if it says that it is
+    full: otherwise its answer is on the way while P computes others.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered = _Stopwatch()
+        self._full = _Stopwatch()
+
+    def set(self, *, is_unanswered: bool, is_full: bool, at: float) -> None:
+        """`is_unanswered`: D is asked, and nothing that it has granted waits for P; `is_full`: and
+        has said so, of all the time for which it is asked.
+        """
+        self._unanswered.set(at if is_unanswered else None, at)
+        self._full.set(self._unanswered.since if is_full else None, at)
+
+    def queue(self, request: Request, at: float) -> None:
+        request.held_up_before_s = self._full.total_s(at)
+
+    def ask(self, request: Request, at: float) -> None:
+        behind_s = self._full.total_s(at) - request.held_up_before_s
+        request.held_up_before_s = self._unanswered.total_s(at) - behind_s
+
+    def take_back(self, request: Request, at: float) -> None:
+        request.held_up_before_s = self._full.total_s(at) - self.of_asked_s(request, at)
+
+    def of_asked_s(self, request: Request, at: float) -> float:
+        return self._unanswered.total_s(at) - request.held_up_before_s
 
 
 class RemoteDecodes(Place):
@@ -72,8 +112,7 @@ class RemoteDecodes(Place):
         self._granted: set[Request] = set()
         # Asked for, and D is full.
         self._deferred: set[Request] = set()
-        # By D, for how long nothing of its queue could start without its answer, asked for or not.
-        self._held_up: dict[str, _Stopwatch] = {}
+        self._waits: dict[str, _Waits] = {}
 
     def __len__(self) -> int:
         num_asked = sum(map(len, self._asked.values())) - len(self._granted)
@@ -123,7 +162,7 @@ class RemoteDecodes(Place):
         if not request.do_remote_decode:
             return False
         self._queue_of(request).insert_request(request)
-        request.held_up_before_s = self._held_up[_engine_id(request)].total_s(self._clock())
+        self._waits[_engine_id(request)].queue(request, self._clock())
         return True
 
     def may_start(self, request: Request) -> bool:
@@ -202,6 +241,7 @@ class RemoteDecodes(Place):
             if even_preempted or request.status is not RequestStatus.PREEMPTED
         ]
         for request in reversed(taken):
+            self._waits[_engine_id(request)].take_back(request, self._clock())
             request.leave()
             self._forget(request)
             self.prepend(request)
@@ -212,6 +252,7 @@ class RemoteDecodes(Place):
         """D is full: the request has to wait for it."""
         if request in self._asked.get(_engine_id(request), ()) and request not in self._granted:
             self._deferred.add(request)
+            self._watch(_engine_id(request))
 
     def allow(self, request: Request, granted_time: float) -> None:
         """D has reserved blocks, as it has told at `granted_time`: the request may start, if it
@@ -223,8 +264,8 @@ class RemoteDecodes(Place):
         request.left()
         self._waiting.add_request(request)
         if request.first_scheduled_time is None:  # else it was preempted
-            held_up_s = self._held_up[_engine_id(request)].total_s(granted_time)
-            request.decode_queue_s = max(0.0, held_up_s - request.held_up_before_s)
+            held_up_s = self._waits[_engine_id(request)].of_asked_s(request, granted_time)
+            request.decode_queue_s = max(0.0, held_up_s)
         self._granted.add(request)
         self._deferred.discard(request)
         # P may have been in the midst of a step: that was no wait for D.
@@ -259,6 +300,7 @@ class RemoteDecodes(Place):
 
     def _note_asked(self, engine_id: str, request: Request) -> None:
         request.entered(self)
+        self._waits[engine_id].ask(request, self._clock())
         self._asked.setdefault(engine_id, {})[request] = None
         self._watch(engine_id)
 
@@ -269,7 +311,7 @@ class RemoteDecodes(Place):
             self._note_asked(engine_id, request)
             yield request
         if not len(queue) and not asked:
-            del self._queues[engine_id], self._asked[engine_id], self._held_up[engine_id]
+            del self._queues[engine_id], self._asked[engine_id], self._waits[engine_id]
 
     def _may_ask(self, asked: dict[Request, None]) -> bool:
         ordinary = [request for request in asked if not request.is_probe]
@@ -280,14 +322,17 @@ class RemoteDecodes(Place):
         engine_id = _engine_id(request)
         if engine_id not in self._queues:
             self._queues[engine_id] = self._make_queue(self)
-            self._held_up[engine_id] = _Stopwatch()
+            self._waits[engine_id] = _Waits()
         return self._queues[engine_id]
 
     def _watch(self, engine_id: str, at: float | None = None) -> None:
-        """D holds up its queue while it is asked, and nothing that it has granted waits for P."""
         asked = self._asked[engine_id]
-        is_held_up = bool(asked) and self._granted.isdisjoint(asked)
-        self._held_up[engine_id].set(is_held_up, self._clock() if at is None else at)
+        is_unanswered = bool(asked) and self._granted.isdisjoint(asked)
+        self._waits[engine_id].set(
+            is_unanswered=is_unanswered,
+            is_full=is_unanswered and not self._deferred.isdisjoint(asked),
+            at=self._clock() if at is None else at,
+        )
 
 
 def _engine_id(request: Request) -> str:

@@ -171,7 +171,13 @@ class RemotePrefills(Place):
                 return
             else:
                 num_skipped += 1
-                self._defer(claim)
+
+    def defer_claims(self) -> None:
+        """Have P know, once, of each claim that has not been granted, that it has to wait."""
+        for claim in self._claims:
+            if not claim.is_deferred:
+                claim.is_deferred = True
+                self.port.defer(claim.request)
 
     def give_back(self, request: Request, kept: frozenset[int]) -> None:
         """P has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
@@ -193,12 +199,6 @@ class RemotePrefills(Place):
 
     def _claims_like(self, request: Request) -> deque[_Claim]:
         return self._probe_claims if request.is_probe else self._claims
-
-    def _defer(self, claim: _Claim) -> None:
-        """Have P know that it has to wait, once."""
-        if not claim.is_deferred:
-            claim.is_deferred = True
-            self.port.defer(claim.request)
 
     def _reserve(self, request: Request, room: Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,

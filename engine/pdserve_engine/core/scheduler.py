@@ -306,6 +306,7 @@ class Scheduler:
                 places.remote_prefills.grant_claims(
                     self._admission.room_for_pulls, places.waiting_since
                 )
+            places.remote_prefills.defer_claims()
             places.remote_decodes.ask_next()
             return
         is_all = self.pause_state is PauseState.PAUSED_ALL

@@ -9,8 +9,11 @@ from pdserve_common.structured.reasoning import Reasoning, reasoning_of
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import Place, Request, RequestStatus
 
-# Returns at once, with a future whose exception is a PdserveError, or raises one.
-CompileGrammar = Callable[[StructuredOutputsParams, Reasoning | None], "Future[CompiledGrammar]"]
+# Of a constraint, behind reasoning if there is some, for a client. Returns at once, with a future
+# whose exception is a PdserveError, or raises one.
+CompileGrammar = Callable[
+    [StructuredOutputsParams, Reasoning | None, str], "Future[CompiledGrammar]"
+]
 
 
 class WaitingForFSM(Place):
@@ -46,7 +49,8 @@ class WaitingForFSM(Place):
                 "structured_outputs is set, this worker serves none", field="structured_outputs"
             )
         try:
-            future = self._compile(params, reasoning_of(request.core_request))
+            core_request = request.core_request
+            future = self._compile(params, reasoning_of(core_request), core_request.client_id)
         except PdserveError as error:
             return error
         request.is_grammar_ready = False

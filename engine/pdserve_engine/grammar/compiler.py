@@ -1,7 +1,6 @@
 """The engine's end of the grammar compiler: a queue, a process, and what it has compiled."""
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pdserve_common.structured.accepted import StructuralTags
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.child import LOWEST_PRIORITY, MAX_SMALL_BYTES
+from pdserve_engine.grammar.fair_jobs import FairJobs
 from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Killed, Refused, TimedOut
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 FIELD = "structured_outputs"
 MAX_TEXT_BYTES = 1024 * 1024
 MAX_QUEUED = 64
-# One that has waited so long is refused instead of compiled.
-MAX_QUEUED_S = 10.0
+# One that has waited so long is refused instead of compiled: longer than one of each of two other
+# clients may take.
+MAX_QUEUED_S = 30.0
 RETRY_AFTER_MS = 1000
 CACHE_BYTES = 128 * 1024 * 1024
 # For what took the process 2 s of CPU time at most, at the lowest priority here too.
@@ -50,15 +51,20 @@ Outcome = Literal["compiled", "cached", "refused", "overloaded", "failed"]
 Observe = Callable[[Outcome, float], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
     tag: StructuralTag
     queued_at: float
+    # Who waits for it; each has it among its own.
+    clients: set[str]
+    is_taken: bool = False
     future: "Future[CompiledGrammar]" = field(default_factory=Future)
 
 
 class GrammarCompiler:
-    """Compiles structural tags, one at a time, in a process that starts with the first of them."""
+    """Compiles structural tags, one at a time, in a process that starts with the first of them.
+    Clients take turns, by how long theirs have taken so far.
+    """
 
     def __init__(
         self,
@@ -85,13 +91,17 @@ class GrammarCompiler:
         self._pending: dict[str, _Job] = {}
         self._process: CompilerProcess | None = None
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: FairJobs[_Job] = FairJobs()
+        self._has_changed = threading.Condition(self._lock)
         self._again = CallThread("grammar-compiler-large", niceness=LOWEST_PRIORITY)
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
     def compile(
-        self, params: StructuredOutputsParams, reasoning: Reasoning | None = None
+        self,
+        params: StructuredOutputsParams,
+        reasoning: Reasoning | None = None,
+        client: str = "",
     ) -> "Future[CompiledGrammar]":
         """As `submit`, of a constraint, behind reasoning if there is some; one thread. Raises
         InvalidRequestError.
@@ -102,24 +112,36 @@ class GrammarCompiler:
             if reasoning is None
             else reasoning.formats(info.added_token_ids, info.stop_token_ids)
         )
-        return self.submit(self._tags.get(params, before))
+        return self.submit(self._tags.get(params, before), client)
 
-    def submit(self, tag: StructuralTag) -> "Future[CompiledGrammar]":
-        """Compile a structural tag. Any thread; returns at once.
+    def submit(self, tag: StructuralTag, client: str = "") -> "Future[CompiledGrammar]":
+        """Compile a structural tag in a turn of this client's. Any thread; returns at once. If too
+        many wait, one of the client that has most is refused.
 
         Several may get the same future: do not cancel it. Its exception is InvalidRequestError for
         what is no grammar or takes too much, OverloadedError if the queue is too long,
         RequestFailedError if the compiler was killed twice, EngineDeadError after `close`.
         """
-        job = _Job(tag=tag, queued_at=self._clock())
+        job = _Job(tag=tag, queued_at=self._clock(), clients={client})
+        dropped: _Job | None = None
         with self._lock:
             if (pending := self._pending.get(tag.digest)) is not None:
+                self._join(pending, client)
                 return pending.future
             grammar = self._cache.get(tag.digest)
             error = self._refusal(tag.text)
+            if grammar is None and error is None and len(self._pending) >= self._max_queued:
+                dropped = self._jobs.drop_newest(client, lambda each: len(each.clients) == 1)
+                if dropped is None:
+                    error = self._too_many()
+                else:
+                    del self._pending[dropped.tag.digest]
             if grammar is None and error is None:
                 self._pending[tag.digest] = job
-                self._jobs.put(job)
+                self._jobs.put(client, job)
+                self._has_changed.notify()
+        if dropped is not None:
+            self._fail(dropped, self._too_many())
         if grammar is not None:
             self._succeed(job, grammar, "cached")
         elif error is not None:
@@ -132,7 +154,7 @@ class GrammarCompiler:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
-        self._jobs.put(None)
+            self._has_changed.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
         self._again.close(CLOSE_TIMEOUT_S)
 
@@ -145,14 +167,23 @@ class GrammarCompiler:
                 f"{FIELD} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are compiled",
                 field=FIELD,
             )
-        if len(self._pending) >= self._max_queued:
-            return _overloaded(f"{len(self._pending)} grammars wait to be compiled")
         return None
+
+    def _too_many(self) -> PdserveError:
+        return _overloaded(f"{self._max_queued} grammars wait to be compiled")
+
+    def _join(self, job: _Job, client: str) -> None:
+        """One more waits for it, and may have an earlier turn."""
+        if not job.is_taken and client not in job.clients:
+            job.clients.add(client)
+            self._jobs.put(client, job)
 
     # ---- on the thread
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (turn := self._next()) is not None:
+            client, job = turn
+            start = self._clock()
             try:
                 self._serve(job)
             except Exception:
@@ -160,7 +191,23 @@ class GrammarCompiler:
                 self._forget(job)
                 if not job.future.done():
                     job.future.set_exception(RequestFailedError("the grammar compiler failed"))
+            finally:
+                with self._lock:
+                    self._jobs.charge(client, self._clock() - start)
         self._drop_process()
+
+    def _next(self) -> tuple[str, _Job] | None:
+        """Wait for a job; None at the end, behind those that are left."""
+        with self._lock:
+            while True:
+                while not self._jobs:
+                    if self._is_closed:
+                        return None
+                    self._has_changed.wait()
+                client, job = self._jobs.pop()
+                if not job.is_taken:  # in a turn of another one who waits for it
+                    job.is_taken = True
+                    return client, job
 
     def _serve(self, job: _Job) -> None:
         try:

@@ -110,7 +110,9 @@ def _explained(error: Exception, repository: str, revision: str) -> LoraError | 
         return ConnectionError(
             "HF_HUB_OFFLINE is set, and only commits that were loaded before are here"
         )
-    return ConnectionError(f"{where} did not bring it: {' '.join(str(error).split())[:300]}")
+    is_about_a_file = isinstance(error, OSError) and error.filename is not None
+    why = (error.strerror or type(error).__name__) if is_about_a_file else str(error)  # no paths
+    return ConnectionError(f"{where} did not bring it: {' '.join(why.split())[:300]}")
 
 
 if __name__ == "__main__":

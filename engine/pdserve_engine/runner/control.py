@@ -178,9 +178,10 @@ class EngineControl:
         if store is None:
             raise FailedPreconditionError(_NO_ROOT)
         try:
-            reading = store.read(await self._adapter_folder(lora))
+            folder = await self._adapter_folder(lora)
+            reading = store.read(folder)
             try:
-                adapter = await self._read_adapter(lora, reading)
+                adapter = await self._read_adapter(lora, folder, reading)
                 path = lora.lora_path or lora.lora_name
                 return self._adapters.add(
                     lora.lora_name, adapter, path, keep_others=verb.keep_others
@@ -193,18 +194,24 @@ class EngineControl:
             raise InvalidRequestError(str(error), field="lora_request") from error
 
     async def _read_adapter(
-        self, lora: LoRARequest, reading: "Future[PackedAdapter]"
+        self, lora: LoRARequest, folder: Path, reading: "Future[PackedAdapter]"
     ) -> PackedAdapter:
+        """Raises LoraError without the folder's place: routers' clients get to read it."""
         await self._until_done(reading)
         try:
             with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
                 adapter = reading.result()
-        except (PdserveError, LoraError):
+        except PdserveError:
             raise
+        except LoraError as error:
+            logger.warning("adapter %r is refused: %s", lora.lora_name, error)
+            shown = lora.lora_path or lora.lora_name
+            raise LoraError(str(error).replace(str(folder), shown)) from error
         except Exception as error:  # nothing of it is in the engine yet
             logger.exception("adapter %r cannot be read", lora.lora_name)
             raise LoraError(
-                f"adapter {lora.lora_name!r} cannot be read: {type(error).__name__}: {error}"
+                f"adapter {lora.lora_name!r} cannot be read: {type(error).__name__}, see the "
+                "worker's log"
             ) from error
         if lora.digest not in ("", adapter.digest):
             raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")

@@ -311,7 +311,7 @@ class KvTransferParams(_message.Message):
     def __init__(self, do_remote_decode: bool = ..., do_remote_prefill: bool = ..., remote_engine_id: _Optional[str] = ..., remote_host: _Optional[str] = ..., remote_port: _Optional[int] = ..., prefix_source: _Optional[_Union[KvPrefixSource, _Mapping]] = ...) -> None: ...
 
 class EngineCoreRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of", "prediction_token_ids")
+    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of", "prediction_token_ids", "client_id")
     class ReasoningParserKwarg(_message.Message):
         __slots__ = ("name", "value")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +352,7 @@ class EngineCoreRequest(_message.Message):
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     mm_features: _containers.RepeatedCompositeFieldContainer[MultiModalFeatureSpec]
@@ -378,7 +379,8 @@ class EngineCoreRequest(_message.Message):
     timeout_ns: int
     fork_of: str
     prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., fork_of: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    client_id: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., fork_of: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., client_id: _Optional[str] = ...) -> None: ...
 
 class LogprobsLists(_message.Message):
     __slots__ = ("positions",)

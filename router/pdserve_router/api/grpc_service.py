@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -68,6 +69,7 @@ class GrpcCall:
     trace_headers: Mapping[str, str]
     # As in GenerationRequest.
     tenant: str
+    address: str
     session: str
 
 
@@ -267,13 +269,14 @@ def _call(context: grpc.aio.ServicerContext) -> GrpcCall:
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
         trace_headers=trace_context(metadata),
         tenant=tenant_var.get(),
+        address=_address(context.peer()),
         session=session_id(metadata),
     )
 
 
 def _address(peer: str) -> str:
-    """Of whoever sent it, without the port."""
-    return peer.rpartition(":")[0]
+    """Of whoever sent it, without the port, as over HTTP."""
+    return unquote(peer.rpartition(":")[0].partition(":")[2]).strip("[]")
 
 
 async def prepare_generate(
@@ -370,6 +373,7 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         deadline=call.deadline,
         trace_headers=call.trace_headers,
         tenant=call.tenant,
+        address=call.address,
         session=call.session,
         resume=tuple(map(_resumed_completion, request.resume)),
         prediction=request.prediction,

@@ -254,6 +254,7 @@ def call_fields(http: Request) -> dict[str, Any]:
         "arrival_ns": arrival_ns,
         "trace_headers": trace_context(http.headers),
         "tenant": tenant_var.get(),
+        "address": address_of(http.scope),
         "session": session_id(http.headers),
     }
 

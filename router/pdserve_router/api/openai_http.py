@@ -31,6 +31,7 @@ from pdserve_router.api.openai_request import Body
 from pdserve_router.api.openai_tokenize import Result, detokenize, tokenize
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.api.openapi import docs_page, openapi
+from pdserve_router.api.page_headers import page_headers
 from pdserve_router.api.pooling_endpoint import POOLING_PATHS, PoolingEndpoint
 from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.api.write_queue import WriteQueue
@@ -183,7 +184,8 @@ class InfoEndpoints:
         return JSONResponse(openapi())
 
     async def docs(self, request: Request) -> Response:
-        return HTMLResponse(docs_page())
+        page = docs_page().encode()
+        return HTMLResponse(page, headers=page_headers(page))
 
     def _models(self) -> list[dict[str, object]]:
         """The model, and its adapters."""

@@ -32,6 +32,7 @@ class HttpCall:
     trace_headers: Mapping[str, str]
     # As in GenerationRequest.
     tenant: str
+    address: str
     # "" if only the body may say it.
     session: str
 
@@ -171,6 +172,7 @@ def _generation_requests(body: Body, call: GenerationCall) -> list[GenerationReq
             max_logprob_entries=call.max_logprob_entries // len(prompts),
             trace_headers=call.trace_headers,
             tenant=call.tenant,
+            address=call.address,
             session=call.session or session_of(body.user),
             **prompt,
         )

@@ -235,6 +235,7 @@ async def _process(
             arrival_ns=call.arrival_ns,
             trace_headers=call.trace_headers,
             tenant=call.tenant,
+            address=call.address,
             session=call.session or session_of(body.user),
             **prompt,
         )

@@ -33,6 +33,8 @@ class ClientRequest:
     cache_salt: str | None = None
     # The name of its API key; "" if keys are not asked for.
     tenant: str = ""
+    # Where it comes from.
+    address: str = ""
     # What it belongs to, as its client says; "": it says nothing.
     session: str = ""
     arrival_ns: int = field(default_factory=time.monotonic_ns)

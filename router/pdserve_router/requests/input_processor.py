@@ -48,7 +48,7 @@ from pdserve_router.requests.resume import (
     require_seed,
     validate_resume,
 )
-from pdserve_router.requests.tenant import owned
+from pdserve_router.requests.tenant import client_id, owned
 from pdserve_router.requests.tool_use import (
     check_tool_use,
     parser_options,
@@ -330,6 +330,7 @@ class InputProcessor:
             priority=request.priority,
             deadline=self._deadline(request.deadline, arrival_time),
             trace_headers=request.trace_headers,
+            client_id=client_id(request.tenant, request.address),
             **fields,
         )
 

@@ -8,6 +8,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import id_problem
 
 SESSION_HEADER = "x-session-id"
+_CLIENT_ID_CHARS = 32
 
 # Of the current request: the name of its API key; "" if keys are not asked for.
 tenant_var: ContextVar[str] = ContextVar("tenant", default="")
@@ -28,3 +29,8 @@ def owned(tenant: str, value: str) -> str:
     # The length says where the name ends. A client's text may have half of a surrogate pair.
     text = f"{len(tenant)}:{tenant}{value}"
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def client_id(tenant: str, address: str) -> str:
+    """Return what stands for a tenant on workers, or without API keys for an address."""
+    return owned(tenant, "" if tenant else address)[:_CLIENT_ID_CHARS]

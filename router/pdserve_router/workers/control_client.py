@@ -1,6 +1,7 @@
 """What a router has workers do beside serving: their ControlService."""
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -19,6 +20,8 @@ from pdserve_common.rpc import open_channel, retry_after_ms_of
 from pdserve_common.tls import Tls
 from pdserve_common.verbs import AddLora, RemoveLora
 from pdserve_common.wire import from_proto, to_proto
+
+logger = logging.getLogger(__name__)
 
 # Of reading an adapter from slow storage.
 LOAD_TIMEOUT_S = 300.0
@@ -65,9 +68,11 @@ class ControlClient:
 
 
 def _refusal_of(address: str, error: grpc.aio.AioRpcError) -> PdserveError:
-    message = f"worker {address}: {error.details()}"
+    """Clients get to read it: it has a refusal's own words, and does not say where workers are."""
+    message = f"a worker says: {error.details()}"
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return FailedPreconditionError(message, retry_after_ms=retry_after_ms_of(error))
-    return NoWorkerError(f"{message} ({error.code().name})")
+    logger.warning("worker %s: %s (%s)", address, error.details(), error.code().name)
+    return NoWorkerError(f"a worker does not do what it is asked for ({error.code().name})")

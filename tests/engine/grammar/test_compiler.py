@@ -249,6 +249,34 @@ def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:
     assert compiler.outcomes == ["overloaded", "failed", "compiled"]
 
 
+def endless(number: int) -> StructuralTag:
+    return with_digest(ENDLESS.text.replace("key 0", f"key {number} of mine"))
+
+
+def test_clients_take_turns(make_compiler: Callable[..., Compiler]) -> None:
+    """Also for what another one waits for further behind."""
+    compiler = make_compiler()
+    costly = [compiler.submit(endless(number), "mallory") for number in range(4)]
+    shared = [compiler.submit(NUMBER, client) for client in ("mallory", "alice")]
+    assert shared[0] is shared[1]
+    small = compiler.submit(WORD, "alice")
+    compiler.kill_twice()
+    assert isinstance(small.result(TIMEOUT_S), CompiledGrammar)
+    assert [future.done() for future in (*shared, *costly)] == [True] * 2 + [True] + [False] * 3
+
+
+def test_of_a_full_queue_the_one_with_most_is_refused(
+    make_compiler: Callable[..., Compiler],
+) -> None:
+    compiler = make_compiler(max_queued=4)
+    costly = [compiler.submit(endless(number), "mallory") for number in range(4)]
+    small = compiler.submit(WORD, "alice")
+    assert isinstance(costly[3].exception(TIMEOUT_S), OverloadedError)
+    assert isinstance(compiler.submit(endless(4), "mallory").exception(0), OverloadedError)
+    compiler.kill_twice()
+    assert isinstance(small.result(TIMEOUT_S), CompiledGrammar)
+
+
 def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_QUEUED_S", 0.5)
     compiler = make_compiler()
