@@ -1,5 +1,7 @@
 """P's scheduler: nothing is computed for another worker before it has reserved blocks."""
 
+from collections import deque
+
 import pytest
 
 from pdserve_common.engine_types import FinishReason, KVTransferParams
@@ -34,6 +36,26 @@ def test_a_request_holds_no_block_before_its_grant(producer: ScriptedProducer) -
     producer.release("a")
     engine.run()
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("num_steps_late", [0, 1, 3])
+def test_steps_are_full_however_late_a_decode_worker_answers(
+    producer: ScriptedProducer, num_steps_late: int
+) -> None:
+    engine = Engine(producer=producer, max_num_batched_tokens=16, num_blocks=1000)
+    for i in range(100):
+        engine.add(f"r{i}", [i] * 11, kv_transfer_params=ON_P)
+    unanswered: deque[set[str]] = deque(set() for _ in range(num_steps_late + 1))
+    answered: set[str] = set()
+    while len(answered) < 100:
+        engine.step()
+        unanswered.append(producer.asked.keys() - answered.union(*unanswered))
+        for request_id in sorted(unanswered.popleft()):
+            producer.allow(request_id)
+            answered.add(request_id)
+    sizes = [sum(step.num_scheduled_tokens.values()) for step in engine.rank.steps]
+    # But for those in which it is learned how late the answers are.
+    assert set(sizes[20:-1]) == {16}
 
 
 def test_only_the_next_requests_of_each_decode_worker_are_asked_for(

@@ -5,6 +5,7 @@ From its module's `__main__` on a fork does what a service does that was started
 the fork server's command line, though, and is the fork server's child.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -111,7 +112,7 @@ class _Server:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
         with theirs:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "support.fork_server", str(theirs.fileno()), *modules],
                 # numpy's BLAS would start a thread at its import.
                 env={
@@ -123,12 +124,21 @@ class _Server:
                 pass_fds=[theirs.fileno()],
             )
 
+    def close(self) -> None:
+        """Wait for its end, so that its time is counted as ours."""
+        self._control.close()
+        self._process.wait()
+
     def send(self, job: Job, fds: Sequence[int]) -> None:
         socket.send_fds(self._control, [json.dumps(job).encode()], fds)
 
 
-# Each is started by the first who needs it.
-_server = functools.cache(_Server)
+@functools.cache
+def _server(modules: Sequence[str]) -> _Server:
+    """Return the one with these modules, which the first who needs it starts."""
+    server = _Server(modules)
+    atexit.register(server.close)
+    return server
 
 
 # ---- in the fork server
@@ -214,6 +224,7 @@ def _become(job: Job) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     sys.argv = [job.module, *job.arguments]
+    del sys.modules[f"{job.module}.__main__"]  # its imports are what it was imported for
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
 

@@ -15,9 +15,13 @@ from pdserve_engine.kv_transfer.ports import NoConnector, ProducerPort
 from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.request_queue import RequestQueue
 
-# So many requests of each D are asked for ahead, or as many as make up a step, so that P does not
-# wait for answers. More would only hold room on D for nothing.
+# So many requests of each D are asked for ahead, or as many as make up some steps, so that P does
+# not wait for answers. More would only hold room on D for nothing.
 NUM_ASKED_AHEAD = 2
+# D answers between its own steps, which may take as long as several of P's.
+MAX_STEPS_AHEAD = 8
+# After so many steps that did not lack requests one less may do.
+NUM_STEPS_FILLED = 64
 
 
 class HeldUp(NamedTuple):
@@ -82,6 +86,31 @@ class _Waits:
         return self._unanswered.total_s(at) - request.held_up_before_s
 
 
+class _Ahead:
+    """For how many steps requests of one D are asked for ahead: as many as P computes until D has
+    answered.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 1
+        self._num_filled = 0
+        # By one for each of D's answers, which show that it does.
+        self._may_grow = False
+
+    def on_step(self, *, lacks_answers: bool) -> None:
+        """A step was planned, with room for requests that D has not answered yet or without."""
+        if not lacks_answers:
+            self._num_filled += 1
+            if self._num_filled == NUM_STEPS_FILLED:
+                self.num_steps, self._num_filled = max(1, self.num_steps - 1), 0
+        elif self._may_grow:
+            self.num_steps = min(self.num_steps + 1, MAX_STEPS_AHEAD)
+            self._num_filled, self._may_grow = 0, False
+
+    def on_answer(self) -> None:
+        self._may_grow = True
+
+
 class RemoteDecodes(Place):
     """Requests on their way to another worker: those that may not start yet wait here, by their D.
     What is done to one that is decoded here does nothing.
@@ -113,6 +142,7 @@ class RemoteDecodes(Place):
         # Asked for, and D is full.
         self._deferred: set[Request] = set()
         self._waits: dict[str, _Waits] = {}
+        self._ahead: dict[str, _Ahead] = {}
 
     def __len__(self) -> int:
         num_asked = sum(map(len, self._asked.values())) - len(self._granted)
@@ -214,6 +244,18 @@ class RemoteDecodes(Place):
         for request in requests:
             self.port.ask(request)
 
+    def on_step(self, *, has_room: bool) -> None:
+        """A step was planned, and had room for more or not: ask while it runs for what is to follow
+        it.
+        """
+        for engine_id, ahead in self._ahead.items():
+            asked = self._asked.get(engine_id, {})
+            is_unanswered = self._granted.isdisjoint(asked) and self._deferred.isdisjoint(asked)
+            lacks_answers = has_room and bool(asked) and is_unanswered
+            # If D has been asked for all, it need not be asked for more.
+            ahead.on_step(lacks_answers=lacks_answers and len(self._queues[engine_id]) > 0)
+        self.ask_next()
+
     def ask_preempted(self) -> None:
         """As `ask_next` while nothing new is started: for those that had been running, however many
         are asked for already.
@@ -261,6 +303,7 @@ class RemoteDecodes(Place):
         is_asked = request in self._asked.get(_engine_id(request), ())
         if not is_asked or request in self._granted:
             return
+        self._ahead[_engine_id(request)].on_answer()
         request.left()
         self._waiting.add_request(request)
         if request.first_scheduled_time is None:  # else it was preempted
@@ -306,23 +349,26 @@ class RemoteDecodes(Place):
 
     def _take_next_of(self, engine_id: str) -> Iterator[Request]:
         queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})
-        while len(queue) and (queue.peek_request().is_probe or self._may_ask(asked)):
+        while len(queue) and (queue.peek_request().is_probe or self._may_ask(engine_id)):
             request = queue.pop_request()
             self._note_asked(engine_id, request)
             yield request
         if not len(queue) and not asked:
-            del self._queues[engine_id], self._asked[engine_id], self._waits[engine_id]
+            for of_engine in (self._queues, self._asked, self._waits, self._ahead):
+                del of_engine[engine_id]
 
-    def _may_ask(self, asked: dict[Request, None]) -> bool:
-        ordinary = [request for request in asked if not request.is_probe]
+    def _may_ask(self, engine_id: str) -> bool:
+        ordinary = [request for request in self._asked[engine_id] if not request.is_probe]
         num_tokens = sum(request.num_tokens for request in ordinary)
-        return len(ordinary) < NUM_ASKED_AHEAD or num_tokens < self._step_tokens
+        max_tokens = self._ahead[engine_id].num_steps * self._step_tokens
+        return len(ordinary) < NUM_ASKED_AHEAD or num_tokens < max_tokens
 
     def _queue_of(self, request: Request) -> RequestQueue:
         engine_id = _engine_id(request)
         if engine_id not in self._queues:
             self._queues[engine_id] = self._make_queue(self)
             self._waits[engine_id] = _Waits()
+            self._ahead[engine_id] = _Ahead()
         return self._queues[engine_id]
 
     def _watch(self, engine_id: str, at: float | None = None) -> None:

@@ -269,6 +269,8 @@ class Scheduler:
         else:
             plan = self._plan()
             self._draft_prefills.add(plan)
+        if self.pause_state is PauseState.UNPAUSED:
+            self.places.remote_decodes.on_step(has_room=plan.takes_more)
         self.needs_drain = plan.needs_drain
         if plan.scheduled:
             self.places.seats.on_step()
