@@ -278,7 +278,13 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
-KEYWORDS = st.sampled_from(["type", "enum", "const", "anyOf", "oneOf"])
+KEYWORDS = st.sampled_from(
+    [
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "items", "prefixItems"),
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minimum", "exclusiveMaximum", "multipleOf", "minLength", "maxItems", "minProperties"),
+    ]
+)
 TYPES = st.sampled_from(["string", "integer", "number", "boolean", "object", "array", "null"])
 SCHEMAS = st.recursive(
     st.fixed_dictionaries({"type": TYPES}) | st.dictionaries(KEYWORDS, ANY_JSON | TYPES) | ANY_JSON,
@@ -288,6 +294,10 @@ SCHEMAS = st.recursive(
 
 
 @given(SCHEMAS, ANY_JSON.map(json.dumps) | st.text(max_size=5))
+@example({"anyOf": [{"$ref": "#"}, {"$ref": "#/properties/x"}]}, "[" * 900 + "]" * 900)
+@example({"$ref": "#/properties/x/items/0", "items": [{"allOf": [{"$ref": "#"}]}]}, "1e999")
+@example({"type": ["integer", "string"], "multipleOf": 0.1}, "9" * 400)
+@example({"type": ["object", "string"], "required": [{}, 1]}, '{"a": 1}')
 def test_arguments_of_xml_are_json_whatever_the_schema(schema, value) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>"
     tools = {"f": {"properties": {"x": schema}}}

@@ -4,9 +4,12 @@ answers, which hold every marker of every format, cut anywhere.
 
 import functools
 import json
+import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from test_chat_formats import JUNK, SCRAPS, parse
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
+from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
 from pdserve_router.chat_formats.base import ReasoningStart
@@ -21,6 +25,8 @@ from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.text.parts import Content, ToolCallDelta, content_of
 from support.samples import sampled
+from support.schemas import NAMES as PROPERTY_NAMES
+from support.schemas import RandomSchemas, dump
 
 STRING = {"type": "string"}
 TOOLS: dict[str, Any] = {
@@ -119,7 +125,12 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]], separator: str) 
 
 @functools.cache
 def grammar_of(name: str) -> Grammar:
-    rules = CallRules(tools=TOOLS, stop_after_first=False)
+    return grammar_of_tools(name, TOOLS)
+
+
+def grammar_of_tools(name: str, tools: dict[str, Any]) -> Grammar:
+    """Raises InvalidRequestError if they cannot be enforced."""
+    rules = CallRules(tools=tools, stop_after_first=False)
     tag = FORMATS[name].structural_tag(rules, ReasoningStart.CLOSED, ids={})
     asked = StructuredOutputsParams(structural_tag=json.dumps(tag))
     return Grammar.from_structural_tag(to_structural_tag(asked).text)
@@ -171,3 +182,82 @@ def test_what_is_no_call_stays_content_to_the_character(num_cases: int) -> None:
         assert parse(name, text, cuts, **options) == parts
 
     check()
+
+
+def is_valid(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+class RandomTools:
+    """Schemas of parameters with every keyword that is enforced, and arguments."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._schemas = RandomSchemas(seed)
+
+    def cases(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return schemas and valid arguments, in the schema's order."""
+        while True:
+            names = self._rng.sample(PROPERTY_NAMES, self._rng.randint(1, 4))
+            inner = {name: self._schemas.schema(2) for name in names}
+            definitions: dict[str, Any] = {}
+            others = {"additionalProperties": inner[names[0]]} if self._rng.random() < 0.3 else {}
+            schema = {
+                "type": "object",
+                "properties": {n: self._within(each, definitions) for n, each in inner.items()},
+                **others,
+                "$defs": definitions,
+            }
+            if self._rng.random() < 0.2:
+                definitions["root"] = {k: v for k, v in schema.items() if k != "$defs"}
+                schema = {"allOf": [{"$ref": "#/$defs/root"}], "$defs": definitions}
+            for _ in range(3):
+                value = {n: self._schemas.value(each) for n, each in inner.items()}
+                if others:
+                    value["other"] = self._schemas.value(inner[names[0]])
+                if is_valid(schema, value):
+                    yield schema, value
+
+    def _within(self, schema: Any, definitions: dict[str, Any]) -> Any:
+        """Return a schema of the same values, and perhaps more."""
+        for _ in range(self._rng.randint(0, 2)):
+            kind = self._rng.choice(["$ref", "allOf", "anyOf", "oneOf", "any"])
+            if kind == "$ref":
+                definitions[name := f"d/{len(definitions)}"] = schema
+                schema = {"$ref": f"#/$defs/{name.replace('/', '~1')}"}
+            elif kind == "any":
+                schema = {"anyOf": [schema, self._schemas.schema(0)]}
+            else:
+                schema = {kind: [schema]}
+        return schema
+
+
+@number_of_cases(10_000, kept=200)
+def test_arguments_are_valid_by_the_schema_that_is_enforced(num_cases: int) -> None:
+    num_read = 0
+    for schema, value in RandomTools(num_cases).cases():
+        if num_read == num_cases:
+            return
+        try:
+            grammar = grammar_of_tools("qwen3_coder", {"f": schema})
+        except InvalidRequestError:
+            continue
+        texts = {n: each if isinstance(each, str) else dump(each) for n, each in value.items()}
+        text = written("qwen3_coder", [("f", texts)], "")
+        if not is_accepted(grammar, text):
+            continue
+        num_read += 1
+        (call,) = parse("qwen3_coder", text, tools={"f": schema}, reasoning=ReasoningStart.CLOSED)
+        assert isinstance(call, ToolCallDelta)
+        made = json.loads(call.arguments)
+        assert is_valid(schema, made), (schema, value, made)
+
+
+def test_names_that_a_format_cannot_hold_are_excluded_by_its_grammar() -> None:
+    known = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    patterned = {"type": "object", "patternProperties": {"b$": STRING}}
+    for schema in (known | {"additionalProperties": STRING}, patterned):
+        grammar = grammar_of_tools("qwen3_coder", {"f": schema})
+        for name in ("a>b", "a<b", "ab"):
+            text = written("qwen3_coder", [("f", {name: "x"})], "")
+            assert is_accepted(grammar, text) == (name == "ab")

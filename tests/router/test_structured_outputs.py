@@ -273,6 +273,37 @@ async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
         assert tools[-1]["function"]["name"] in constraint_of(stack).structural_tag
 
 
+SHORT_CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 2}}}
+UNENFORCED = {
+    "hermes": [{"type": "string"}, {"type": ["object", "null"]}],
+    "qwen3_coder": [{"type": "string"}, SHORT_CITY],
+}
+
+
+@pytest.mark.parametrize("chat_format", UNENFORCED)
+async def test_a_schema_that_the_chat_format_cannot_enforce_is_any_object_or_refused(
+    start_stack, chat_format
+) -> None:
+    async with start_stack(http=True, info=SERVED, chat_format=chat_format) as stack:
+        for schema in UNENFORCED[chat_format]:
+            called = tool("now")
+            called["function"]["parameters"] = schema
+            body = {"tools": [called], "tool_choice": "required"}
+            await post(stack.api, CHAT, body)
+            grammar = Grammar.from_structural_tag(to_structural_tag(constraint_of(stack)).text)
+            assert is_accepted(grammar, WRITTEN_NOW[chat_format])
+            called["function"]["strict"] = True
+            field, message = await refusal_of(stack.api, CHAT, body)
+            assert (field, "tools.now.parameters" in message) == ("tools", True)
+
+
+WRITTEN_NOW = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=city>\nOslo\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
 async def test_an_answer_may_call_instead(http, stack) -> None:
     strict = tool("get_weather")
     strict["function"]["strict"] = True

@@ -124,7 +124,7 @@ def _others(node: Node, properties: dict[str, Written]) -> tuple[str | None, Wri
     if names is not None or not properties:
         return names, others
     words = [name for name in properties if _is_plain(name)]
-    tree = node.pattern("additionalProperties", patterns.all_but(words))
+    tree = node.names("additionalProperties", patterns.all_but(words))
     return f"^{pattern_text.write(tree)}$", others
 
 
@@ -145,7 +145,7 @@ def _pattern_properties(
         if node.schema.get(other, False) is not False:
             node.refuse(other, f"is not enforced beside {keyword}")
     ((text, schema),) = value.items()
-    tree = node.pattern(keyword, read_pattern(node, keyword, text))
+    tree = node.names(keyword, read_pattern(node, keyword, text))
     return f"^{pattern_text.write(tree)}$", node.read(schema, keyword, text)
 
 
@@ -163,13 +163,15 @@ def _names(node: Node, properties: Collection[str]) -> str | None:
     written = node.read(schema, "propertyNames")
     if written == {"type": "string"}:
         return None
+    if "pattern" in written and node.document.name_chars != patterns.JSON_CHARS:
+        node.refuse("propertyNames", "is enforced in XML with names only")
     if "pattern" in written:
         return str(written["pattern"])
     names = written.get("enum")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         node.refuse("propertyNames", "is enforced with pattern, format, lengths or names only")
     tree = patterns.Alt(tuple(patterns.literal(name) for name in names))
-    return f"^{pattern_text.write(node.pattern('propertyNames', tree))}$"
+    return f"^{pattern_text.write(node.names('propertyNames', tree))}$"
 
 
 def _other_keywords(names: str | None, others: Written | None, *, has_properties: bool) -> Written:

@@ -50,6 +50,8 @@ class Document:
     # Named in errors.
     field: str
     read: Callable[["Node"], Written]
+    # Of names that a pattern says.
+    name_chars: patterns.Ranges = patterns.JSON_CHARS
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     # Definitions by pointer, numbered in the order of their first use.
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -144,9 +146,18 @@ class Node:
 
     def pattern(self, keyword: str, tree: patterns.Node) -> patterns.Node:
         """A pattern's tree for texts in JSON strings without escapes."""
-        restricted = patterns.restrict(tree, patterns.JSON_CHARS)
+        return self._restricted(keyword, tree, patterns.JSON_CHARS)
+
+    def names(self, keyword: str, tree: patterns.Node) -> patterns.Node:
+        """The same for names of properties."""
+        return self._restricted(keyword, tree, self.document.name_chars)
+
+    def _restricted(
+        self, keyword: str, tree: patterns.Node, chars: patterns.Ranges
+    ) -> patterns.Node:
+        restricted = patterns.restrict(tree, chars)
         if restricted is None:
-            self.refuse(keyword, "needs characters that JSON escapes")
+            self.refuse(keyword, "needs characters that are escaped")
         try:
             patterns.check_size(restricted)
         except patterns.PatternError as error:

@@ -11,6 +11,7 @@ from itertools import combinations
 
 from pdserve_common.structured.containers import read_array, read_object
 from pdserve_common.structured.node import Document, Json, Node, Written, any_of, kind, short, words
+from pdserve_common.structured.patterns import JSON_CHARS, Ranges
 from pdserve_common.structured.scalars import (
     is_of,
     read_integer,
@@ -57,11 +58,12 @@ _NOT_ENFORCED = words(
 )
 
 
-def read_schema(schema: Json, *, field: str) -> Written | bool:
+def read_schema(schema: Json, *, field: str, name_chars: Ranges = JSON_CHARS) -> Written | bool:
     """Return a schema as it is written for xgrammar. `schema` is parsed JSON of bounded size and
-    depth. Raises InvalidRequestError with JSON pointer and keyword.
+    depth; names that it does not list have only `name_chars`. Raises InvalidRequestError with JSON
+    pointer and keyword.
     """
-    document = Document(root=schema, field=field, read=_read)
+    document = Document(root=schema, field=field, read=_read, name_chars=name_chars)
     root = _read(Node(document, schema, ""))
     definitions: list[tuple[Node, Written]] = []
     while len(definitions) < len(document.numbers):

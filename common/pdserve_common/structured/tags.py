@@ -102,17 +102,30 @@ class _Reader:
         for key in required:
             if key not in value:
                 refuse(self._field, key, pointer, "is missing")
+        fields = [key for key in (*required, *optional) if key in value]
         read = {"type": type_} | {
             key: self._field_of(value[key], key, f"{pointer}/{key}", depth)
-            for key in (*required, *optional)
-            if key in value
+            for key in fields
+            if key != "json_schema"
         }
+        if "json_schema" in fields:
+            read["json_schema"] = self._schema(value, f"{pointer}/json_schema")
         return self._finished(read, pointer)
+
+    def _schema(self, value: Json, pointer: str) -> Any:
+        schema, field = value["json_schema"], f"{self._field}: {pointer}"
+        if value.get("style", "json") == "json":
+            return read_schema(schema, field=field)
+        read = read_schema(schema, field=field, name_chars=_XML_NAME_CHARS)
+        while isinstance(read, dict) and "$ref" in read:
+            # It has no objects in XML but the root.
+            definitions = read["$defs"]
+            target = definitions[read["$ref"].removeprefix("#/$defs/")]
+            read = target | {"$defs": definitions}
+        return read
 
     def _field_of(self, value: Json, key: str, pointer: str, depth: int) -> Any:
         """A field of a format, by its name: the same in each type."""
-        if key == "json_schema":
-            return read_schema(value, field=f"{self._field}: {pointer}")
         if key == "content" or (key in ("begin", "end") and isinstance(value, dict)):
             return self.read(value, pointer, depth + 1)
         if key in _LISTS:
@@ -224,6 +237,9 @@ def _has_pattern(schema: Format, definitions: Format, depth: int) -> bool:
 
 
 STYLES = ("json", "qwen_xml")
+_XML_NAME_CHARS = patterns.intersection(
+    patterns.JSON_CHARS, patterns.complement(patterns.chars_of("<>"))
+)
 _LISTS = ("elements", "tags", "triggers", "excludes", "exclude_tokens", "trigger_tokens")
 _MAY_BE_EMPTY = ("excludes", "exclude_tokens")
 _FLAGS = ("at_least_one", "stop_after_first")

@@ -13,8 +13,10 @@ from pdserve_common.structured.node import Document, Json, Node
 
 # "number" is one with a fraction, but in schemas.
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# Of one value. What is not known to be wrong behind them passes.
+# Of one value, and of schemas that lead to each other. What is not known to be wrong behind them
+# passes.
 _MAX_CHECKS = 10_000
+_MAX_DEPTH = 64
 _TYPE_NAMES: Mapping[type, str] = {
     type(None): "null",
     bool: "boolean",
@@ -45,21 +47,21 @@ class Values:
     @functools.cached_property
     def types(self) -> frozenset[str]:
         """Those of ALL_TYPES that values may have."""
-        return self._types_of(self._schema, {})
+        return self._types_of(self._schema, {}, 0)
 
     @functools.cached_property
     def are_listed(self) -> bool:
         """Values are named one by one, or some are."""
-        return any("enum" in each or "const" in each for each in self._parts(self._schema, set()))
+        return any("enum" in each or "const" in each for each in self._parts())
 
     def property(self, name: str) -> "Values | None":
         """Return the values of an object's property; None if nothing is said of it."""
-        schema = self._property(self._schema, name, set())
+        schema = self._property(self._schema, name, set(), 0)
         return None if schema is None else Values(schema, self._document.root)
 
     def accepts(self, value: Json) -> bool:
         """Return whether a value is among them."""
-        return self._is_valid(self._schema, value, _Budget())
+        return self._is_valid(self._schema, value, _Budget(), 0)
 
     # ---- by what schemas are made of
 
@@ -75,60 +77,69 @@ class Values:
             yield self._target(schema["$ref"])
         yield from _list(schema, "allOf")
 
-    def _parts(self, schema: Json, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
         """Return each schema that speaks of the value itself."""
-        if not isinstance(schema, Mapping) or id(schema) in seen:
-            return
-        seen.add(id(schema))
-        yield schema
-        options = (option for name in _OPTIONS for option in _list(schema, name))
-        for part in (*self._all_of(schema), *options):
-            yield from self._parts(part, seen)
+        seen: set[int] = set()
+        left = [self._schema]
+        while left:
+            schema = left.pop()
+            if isinstance(schema, Mapping) and id(schema) not in seen:
+                seen.add(id(schema))
+                yield schema
+                left += self._all_of(schema)
+                left += (option for name in _OPTIONS for option in _list(schema, name))
 
-    def _types_of(self, schema: Json, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    def _types_of(
+        self, schema: Json, known: dict[int, frozenset[str]], depth: int
+    ) -> frozenset[str]:
         if schema is False:
             return frozenset()
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return ALL_TYPES
         if id(schema) in known:
             return known[id(schema)]
         known[id(schema)] = ALL_TYPES  # of one within itself
         types = _own_types(schema)
         for part in self._all_of(schema):
-            types &= self._types_of(part, known)
+            types &= self._types_of(part, known, depth + 1)
         for name in _OPTIONS:
             if options := _list(schema, name):
-                types &= frozenset().union(*(self._types_of(each, known) for each in options))
+                each = (self._types_of(option, known, depth + 1) for option in options)
+                types &= frozenset().union(*each)
         known[id(schema)] = types
         return types
 
-    def _property(self, schema: Json, name: str, seen: set[int]) -> Json | None:
-        if not isinstance(schema, Mapping) or id(schema) in seen:
+    def _property(self, schema: Json, name: str, seen: set[int], depth: int) -> Json | None:
+        if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
             return None
         seen.add(id(schema))
         found = [_own_property(schema, name)]
-        found += [self._property(part, name, seen) for part in self._all_of(schema)]
+        found += [self._property(part, name, seen, depth + 1) for part in self._all_of(schema)]
         for keyword in _OPTIONS:
-            options = [self._property(each, name, seen) for each in _list(schema, keyword)]
+            options = [
+                self._property(each, name, seen, depth + 1) for each in _list(schema, keyword)
+            ]
             known = [each for each in options if each is not None]
             found.append({"anyOf": known} if known else None)
         said = [each for each in found if each is not None]
         return {"allOf": said} if len(said) > 1 else said[0] if said else None
 
-    def _is_valid(self, schema: Json, value: Json, budget: "_Budget") -> bool:
+    def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if budget.is_spent():
+        if budget.is_spent() or depth > _MAX_DEPTH:
             return True
+
+        def suits(part: Json, value: Json = value) -> bool:
+            return self._is_valid(part, value, budget, depth + 1)
+
         return (
             _suits_itself(schema, value)
-            and all(self._is_valid(part, value, budget) for part in self._all_of(schema))
+            and all(map(suits, self._all_of(schema)))
             and all(
-                any(self._is_valid(option, value, budget) for option in options)
-                for name in _OPTIONS
-                if (options := _list(schema, name))
+                any(map(suits, options)) for name in _OPTIONS if (options := _list(schema, name))
             )
-            and all(self._is_valid(part, each, budget) for part, each in _within(schema, value))
+            and all(suits(part, each) for part, each in _within(schema, value))
         )
 
 
@@ -208,8 +219,15 @@ def _is_in_range(schema: Mapping[str, Any], value: float) -> bool:
         and (high is None or value <= high)
         and (above is None or value > above)
         and (below is None or value < below)
-        and (not factor or value % factor == 0)
+        and (not factor or _is_multiple(value, factor))
     )
+
+
+def _is_multiple(value: float, factor: float) -> bool:
+    try:
+        return value % factor == 0
+    except OverflowError:
+        return True
 
 
 def _number(schema: Mapping[str, Any], keyword: str) -> float | None:
@@ -225,9 +243,8 @@ def _within(schema: Mapping[str, Any], value: Json) -> Iterator[tuple[Json, Json
         for item in value[len(prefix) :]:
             yield schema.get("items", True), item
     elif isinstance(value, dict):
-        for name in _list(schema, "required"):
-            if name not in value:
-                yield False, None
+        if any(isinstance(name, str) and name not in value for name in _list(schema, "required")):
+            yield False, value
         properties = _mapping(schema, "properties")
         for name, part in value.items():
             yield schema.get("propertyNames", True), name

@@ -99,6 +99,8 @@ class ChatFormat(ABC):
     triggers: ClassVar[tuple[str, ...]]
     # What else calls are made of and may be a token.
     inner_markers: ClassVar[tuple[str, ...]] = ()
+    # How a schema's values are written, as structural tags have it.
+    arguments_style: ClassVar[str] = "json"
     # Of a call's id. Some templates take no others.
     id_prefix: ClassVar[str] = "call_"
     num_id_chars: ClassVar[int] = 24

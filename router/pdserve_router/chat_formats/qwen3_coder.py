@@ -36,6 +36,7 @@ class Qwen3Coder(ChatFormat):
     name = "qwen3_coder"
     triggers = (_CALL, _FUNCTION)
     inner_markers = (_CALL_END,)
+    arguments_style = "qwen_xml"
 
     def matches(self, template: str) -> bool:
         return _FUNCTION in template and _PARAMETER in template
@@ -48,7 +49,7 @@ class Qwen3Coder(ChatFormat):
             # Behind the line break that a parameter may have.
             end=f"{_FUNCTION_END}\n{_CALL_END}",
             separator="\n",
-            style="qwen_xml",
+            style=self.arguments_style,
         )
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:

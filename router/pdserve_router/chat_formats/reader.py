@@ -43,7 +43,10 @@ class Reader:
         return self._is_last and not self._text
 
     def feed(self, text: str) -> None:
-        self._later.extend(_slices(text))
+        if len(text) <= _SLICE_CHARS:
+            self._later.append(text)
+        else:
+            self._later.extend(_slices(text))
 
     def end(self) -> None:
         self._is_ended = True
@@ -86,9 +89,11 @@ class Reader:
     def _until(
         self, markers: Sequence[str], emit: Emit, *, holds_blanks: bool
     ) -> Steps[tuple[str, str]]:
-        pattern = _any_of(tuple(markers))
+        pattern, starts = _any_of(tuple(markers)), {marker[0] for marker in markers}
         while True:
-            if found := pattern.search(self._text):
+            # Of most text neither a marker nor the beginning of one.
+            likely = markers if any(start in self._text for start in starts) else ()
+            if likely and (found := pattern.search(self._text)):
                 before, marker = self._take(found.start()), self._take(len(found[0]))
                 text = before.rstrip() if holds_blanks else before
                 self._pass_on(text, emit)
@@ -96,8 +101,9 @@ class Reader:
             if self._is_last:
                 self._pass_on(self._take(len(self._text)), emit)
                 return "", ""
-            self._pass_on(self._take(self._num_free(markers, holds_blanks)), emit)
-            yield from self._more()
+            self._pass_on(self._take(self._num_free(likely, holds_blanks)), emit)
+            if not self._advance():
+                yield
 
     def sees(self, markers: tuple[str, ...], *, or_ends: bool = False) -> Steps[bool]:
         """Return whether blank space and one of the markers come next; `or_ends`: or the text ends
@@ -111,7 +117,8 @@ class Reader:
                 return False
             if self._is_last:
                 return or_ends
-            yield from self._more()
+            if not self._advance():
+                yield
 
     def accept(self, marker: str) -> Steps[bool]:
         """Take blank space and the marker if they come next, otherwise nothing."""
@@ -122,7 +129,8 @@ class Reader:
                 return True
             if self._is_last or not marker.startswith(rest):
                 return False
-            yield from self._more()
+            if not self._advance():
+                yield
 
     def peek(self) -> Steps[str]:
         """Take blank space and return the character behind it, "" at the end."""
@@ -130,7 +138,8 @@ class Reader:
             self._take(len(self._text) - len(self._text.lstrip()))
             if self._text or self._is_last:
                 return self._text[:1]
-            yield from self._more()
+            if not self._advance():
+                yield
 
     def word(self) -> Steps[str]:
         """Take blank space and what looks like a name, at most MAX_WORD_CHARS."""
@@ -140,7 +149,8 @@ class Reader:
             assert word is not None, "it may be empty"
             if word.end() < len(self._text) or self._is_last or word.end() > MAX_WORD_CHARS:
                 return self._take(min(word.end(), MAX_WORD_CHARS))
-            yield from self._more()
+            if not self._advance():
+                yield
 
     def json_value(self, emit: Emit) -> Steps[bool]:
         """Take blank space and pass on a JSON value as it stands. Return whether it has an end; no
@@ -153,7 +163,8 @@ class Reader:
             self._pass_on(self._take(len(self._text) if length is None else length), emit)
             if length is not None or self._is_last:
                 return length is not None
-            yield from self._more()
+            if not self._advance():
+                yield
 
     def json_container(self) -> Steps[str | None]:
         """Take blank space and a JSON array or object and return it as it stands; None for anything
@@ -169,7 +180,8 @@ class Reader:
             if length is not None or self._is_last:
                 text = "".join(pieces)
                 return text if length is not None and is_json(text) else None
-            yield from self._more()
+            if not self._advance():
+                yield
         return None
 
     def json_string(self) -> Steps[str | None]:
@@ -189,11 +201,12 @@ class Reader:
         """Nothing comes behind the text."""
         return self._is_ended and not self._later
 
-    def _more(self) -> Steps[None]:
-        if self._later:
-            self._text += self._later.popleft()
-        else:
-            yield
+    def _advance(self) -> bool:
+        """Go on to the next slice, if one is there already."""
+        if not self._later:
+            return False
+        self._text += self._later.popleft()
+        return True
 
     def _take(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]

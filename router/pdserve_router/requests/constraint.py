@@ -20,6 +20,7 @@ from pdserve_router.requests.tool_use import (
     ToolMode,
     ToolUse,
     as_constraint,
+    as_constraints,
     call_rules,
     calling_params,
 )
@@ -101,7 +102,9 @@ def constrained_params(
         return params
     content = constraint_tag(params.structured_outputs)
     if use is not None:
-        content = either(content, by_id(chat_format.call_tag(call_rules(use, accepted)), ids))
+        content = either(
+            content, by_id(chat_format.call_tag(call_rules(use, chat_format, accepted)), ids)
+        )
     tag = json.dumps(chat_format.answer_tag(content, reasoning, ids))
     constraint = StructuredOutputsParams(structural_tag=tag)
     accepted.check(constraint, field=field)
@@ -112,6 +115,7 @@ def accepted_digests(
     asked: StructuredOutputsParams | None,
     use: ToolUse | None,
     made: StructuredOutputsParams | None,
+    chat_format: ChatFormat | None,
     accepted: AcceptedConstraints,
 ) -> tuple[bytes, ...]:
     """Return the digests of what was found to be enforced: what a request asks for, its tools'
@@ -119,6 +123,7 @@ def accepted_digests(
     """
     if made is None:
         return ()
-    schemas = () if use is None else map(as_constraint, use.parameters.values())
+    parameters = () if use is None else use.parameters.values()
+    schemas = [params for schema in parameters for params in as_constraints(schema, chat_format)]
     each = (*schemas, made) if asked is None else (asked, *schemas, made)
     return tuple(digest_of(params) for params in each if params in accepted)

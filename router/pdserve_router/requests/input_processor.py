@@ -240,6 +240,7 @@ class InputProcessor:
             request.sampling_params.structured_outputs,
             request.tools,
             params.structured_outputs,
+            self._chat_format,
             self._accepted,
         )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)

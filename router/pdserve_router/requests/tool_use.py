@@ -15,8 +15,9 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import validate_structured_outputs
 from pdserve_common.structured.accepted import AcceptedConstraints
+from pdserve_common.structured.values import Values
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart
-from pdserve_router.chat_formats.tags import CallRules
+from pdserve_router.chat_formats.tags import CallRules, json_of
 from pdserve_router.text.parts import ToolCall
 from pdserve_router.text.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ class ToolUse:
     def parameters(self) -> dict[str, Any]:
         """The JSON schema of each tool's parameters, by name."""
         functions = (tool["function"] for tool in self.tools)
-        return {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
+        return {each["name"]: each.get("parameters") or {"type": "object"} for each in functions}
 
 
 def check_result(role: str, tool_call_id: str | None, *, field: str) -> None:
@@ -128,7 +129,9 @@ def calling_params(
     tool whose schema cannot be enforced, for tools that are too many for a grammar, and for
     parameters that it cannot hold beside.
     """
-    tag = json.dumps(chat_format.structural_tag(call_rules(use, accepted), reasoning, ids))
+    tag = json.dumps(
+        chat_format.structural_tag(call_rules(use, chat_format, accepted), reasoning, ids)
+    )
     constraint = StructuredOutputsParams(structural_tag=tag)
     accepted.check(constraint, field="tools")
     params = dataclasses.replace(params, structured_outputs=constraint)
@@ -136,7 +139,7 @@ def calling_params(
     return params
 
 
-def call_rules(use: ToolUse, accepted: AcceptedConstraints) -> CallRules:
+def call_rules(use: ToolUse, chat_format: ChatFormat, accepted: AcceptedConstraints) -> CallRules:
     """Return the rules of calls, of which there is at least one. Raises InvalidRequestError for a
     strict tool whose schema cannot be enforced, and for tools that are too many for a grammar.
     """
@@ -148,7 +151,8 @@ def call_rules(use: ToolUse, accepted: AcceptedConstraints) -> CallRules:
         )
     return CallRules(
         tools={
-            name: _enforced(name, schema, use, accepted) for name, schema in use.parameters.items()
+            name: _enforced(name, schema, use, chat_format, accepted)
+            for name, schema in use.parameters.items()
         },
         stop_after_first=not use.is_parallel,
     )
@@ -159,10 +163,26 @@ def as_constraint(schema: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(json_schema=json.dumps(schema))
 
 
-def _enforced(name: str, schema: Any, use: ToolUse, accepted: AcceptedConstraints) -> Any:
-    """Return the schema that the grammar has."""
+def as_constraints(
+    schema: Any, chat_format: ChatFormat | None
+) -> tuple[StructuredOutputsParams, ...]:
+    """Return what has to be enforced of a tool's schema, of which a format may write less."""
+    if chat_format is None or chat_format.arguments_style == "json":
+        return (as_constraint(schema),)
+    tag = {"format": json_of(schema, style=chat_format.arguments_style)}
+    return as_constraint(schema), StructuredOutputsParams(structural_tag=json.dumps(tag))
+
+
+def _enforced(
+    name: str, schema: Any, use: ToolUse, chat_format: ChatFormat, accepted: AcceptedConstraints
+) -> Any:
+    """Return the schema that the grammar has, of objects."""
+    field = f"tools.{name}.parameters"
     try:
-        accepted.check(as_constraint(schema), field=f"tools.{name}.parameters")
+        if Values(schema).types != {"object"}:
+            raise InvalidRequestError(f"{field} must be of type object", field="tools")
+        for constraint in as_constraints(schema, chat_format):
+            accepted.check(constraint, field=field)
     except InvalidRequestError:
         if name in use.strict:
             raise
