@@ -216,6 +216,10 @@ def test_a_constraint_allows_what_it_says(
         (_params(json_schema=f'{{"const": {"9" * 5000}}}'), "is no JSON: "),
         (_params(json_schema='{"const": "\\ud800"}'), "json_schema has half of a surrogate pair"),
         (_params(json_schema='{"const": "\ud800"}'), "json_schema has half of a surrogate pair"),
+        (
+            _schema(STRING | {"format": "email", "maxLength": 30}),
+            "maxLength at the root is not enforced beside format email that has longer texts",
+        ),
         (_params(regex=""), "structured_outputs.regex is empty"),
         (_params(regex="a" * 1025), "structured_outputs.regex has 1025 characters, at most 1024"),
         (

@@ -148,7 +148,13 @@ def test_workers_of_another_model_are_other_workers() -> None:
 
 
 def test_names_that_look_like_numbers_stay_names() -> None:
-    values = {"serviceAccount": {"name": "7"}, "autoscaling": {"kind": "hpa"}, "revision": "1"}
+    values = {
+        # A Service's begins with a letter.
+        "fullnameOverride": "first",
+        "serviceAccount": {"name": "7"},
+        "autoscaling": {"kind": "hpa"},
+        "revision": "1",
+    }
     for manifest in render(values, name="12"):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
 

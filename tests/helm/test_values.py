@@ -92,6 +92,12 @@ def test_the_chart_is_of_this_version() -> None:
             "prefill.replicas is 0, must be at least 1 with router.config.require_disaggregation",
         ),
         ({"fullnameOverride": "1st"}, "fullnameOverride"),
+        *(
+            ({component: {"env": [{"name": "A", "value": value}]}}, "value")
+            for component in ("router", "worker", "prefill", "decode")
+            for value in (1, True)
+        ),
+        ({"router": {"env": [{"value": "1"}]}}, "name"),
         ({"model": {"path": "/data/qwen"}}, "path"),
         ({"model": {"path": "/models/../etc"}}, "path"),
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is empty"),
@@ -144,3 +150,10 @@ def test_the_cpu_profile_asks_for_no_gpu_and_for_the_model_of_the_image() -> Non
     assert "gpu" not in text.replace("--gpu", "")
     assert "--device=cpu" in text
     assert "--model=/models/pdserve-tiny" in text
+
+
+@pytest.mark.parametrize("name", ["1st", "a.b"])
+def test_a_release_name_that_no_service_can_have_is_refused(name: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=f'the release is named "{name}"'):
+        render(name=name)
+    render({"fullnameOverride": "first"}, name=name)

@@ -260,6 +260,14 @@ async def test_a_prompt_is_cut_at_its_beginning(http, stack, tokenizer, prompt) 
     assert text_of(answer) == tokenizer.decode(whole[-4:]) + ANSWER_TEXT
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+async def test_a_seed_is_any_int64(http, stack, seed: int) -> None:
+    response = await http.post("/v1/completions", json={"prompt": "hello", "seed": seed})
+    told = int(response.headers["pdserve-seed"])
+    assert told == seed % 2**64
+    assert {each.sampling_params.seed for each in stack.decode.requests} == {told}
+
+
 async def test_a_prompt_is_cut_to_what_fits(http, stack) -> None:
     limit = stack.decode.info.max_model_len
     too_many = {"prompt": [5] * (limit + 10), "max_tokens": 100}

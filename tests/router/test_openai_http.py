@@ -290,7 +290,6 @@ BAD_COMPLETIONS = [
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": "5"}, 400, "max_tokens"),
     ({"min_tokens": 101}, 400, "min_tokens"),
-    ({"seed": -1}, 400, "seed"),
     ({"seed": 2**64}, 400, "seed"),
     ({"stop": [""]}, 400, "stop"),
     ({"stop": ["x"] * 17}, 400, "stop"),
@@ -335,7 +334,9 @@ BAD_COMPLETIONS = [
     ({"messages": []}, 400, "messages"),
     ({"max_tokens": 12.5}, 400, "max_tokens"),
     ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
-    ({"truncate_prompt_tokens": 5000}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 4096}, 400, "truncate_prompt_tokens"),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
+    ({"seed": -(2**63) - 1}, 400, "seed"),
     ({"request_id": "x" * 300}, 400, "request_id"),
 ]
 BAD_CHATS = [

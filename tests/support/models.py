@@ -24,10 +24,14 @@ CONFIG_CLASSES = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma2ForCausalLM": "Gemma2Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "GPT2LMHeadModel": "GPT2Config",
+    "GPTBigCodeForCausalLM": "GPTBigCodeConfig",
     "GPTNeoXForCausalLM": "GPTNeoXConfig",
     "GptOssForCausalLM": "GptOssConfig",
     "GraniteForCausalLM": "GraniteConfig",
+    "HunYuanMoEV1ForCausalLM": "HunYuanMoEV1Config",
     "MixtralForCausalLM": "MixtralConfig",
+    "NemotronForCausalLM": "NemotronConfig",
     "Olmo2ForCausalLM": "Olmo2Config",
     "OlmoeForCausalLM": "OlmoeConfig",
     "OPTForCausalLM": "OPTConfig",
@@ -35,7 +39,7 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
 }
 # They have no such fields, and would keep what they are given.
-NO_GQA = ("GPTNeoXForCausalLM", "OPTForCausalLM")
+NO_GQA = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
 # Their norms multiply by 1 + weight.
 CENTERED_NORMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 CHAT_TEMPLATE = (
@@ -137,6 +141,15 @@ BACKEND_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
     "phi3-window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "gpt2": ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", {}),
+    "gpt-bigcode-mha": ("GPTBigCodeForCausalLM", {"multi_query": False, "n_head": 4}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 96, "pad_token_id": 0}),
+    "opt-projected": (
+        "OPTForCausalLM",
+        {"ffn_dim": 96, "pad_token_id": 0, "word_embed_proj_dim": 32},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2}),
     "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 2.0}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts_per_tok": 2, "num_experts": 4}),
@@ -152,7 +165,9 @@ def build_model(architecture: str, overrides: dict[str, Any]) -> Any:
 
     if architecture == LLAVA:
         return _build_llava(**overrides)
-    family = re.sub("(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
+    family = architecture
+    if family not in CONFIG_CLASSES:
+        family = re.sub("(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
     config_class = getattr(transformers, CONFIG_CLASSES[family])
     fields: dict[str, Any] = SMALL_SHAPE | {"tie_word_embeddings": False} | overrides
     if architecture == "MistralForCausalLM":
@@ -164,7 +179,8 @@ def build_model(architecture: str, overrides: dict[str, Any]) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(std=WEIGHT_STD)
-            if name.endswith("norm.weight") and architecture not in CENTERED_NORMS:
+            is_norm = re.search(r"(norm|\bln_\w+)\.weight$", name) is not None
+            if is_norm and architecture not in CENTERED_NORMS:
                 weight.add_(1.0)
     return model
 

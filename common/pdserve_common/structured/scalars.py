@@ -106,7 +106,7 @@ def read_string(node: Node) -> Written:
     for keyword in ("pattern", "format"):
         if keyword in node.schema:
             tree = node.pattern(keyword, _tree(node, keyword))
-            _check_lengths(node, tree, low, high)
+            _check_lengths(node, keyword, tree, low, high)
             return {"type": "string", "pattern": f"^{pattern_text.write(tree)}$"}
     if low == 0 and high is None:
         return {"type": "string"}
@@ -140,12 +140,15 @@ def read_pattern(node: Node, keyword: str, text: str) -> patterns.Node:
         node.refuse(keyword, str(error))
 
 
-def _check_lengths(node: Node, tree: patterns.Node, low: int, high: int | None) -> None:
+def _check_lengths(
+    node: Node, keyword: str, tree: patterns.Node, low: int, high: int | None
+) -> None:
     longest = patterns.longest(tree)
+    what = "a pattern" if keyword == "pattern" else f"format {node.schema[keyword]}"
     if patterns.shortest(tree) < low:
-        node.refuse("minLength", "is not enforced beside a pattern that has shorter texts")
+        node.refuse("minLength", f"is not enforced beside {what} that has shorter texts")
     if high is not None and (longest is None or longest > high):
-        node.refuse("maxLength", "is not enforced beside a pattern that has longer texts")
+        node.refuse("maxLength", f"is not enforced beside {what} that has longer texts")
 
 
 def read_values(node: Node, keyword: str, types: list[str]) -> Written:

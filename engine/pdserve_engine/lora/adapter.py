@@ -23,6 +23,7 @@ from pdserve_engine.lora.adapter_config import (
 from pdserve_engine.lora.safetensors_file import MAX_HEADER_BYTES, parse_safetensors
 
 PICKLE_FILE = "adapter_model.bin"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 # The most that a number takes in the weights' file.
 _BYTES = 4
 MAX_PATH_CHARS = 1024
@@ -97,6 +98,8 @@ def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> 
     num_bytes = sum(_BYTES * rows * columns for rows, columns in shapes.values())
     if not (folder / WEIGHTS_FILE).exists() and (folder / PICKLE_FILE).exists():
         raise LoraError(f"{PICKLE_FILE} is a pickle, which may run code: served is {WEIGHTS_FILE}")
+    if not (folder / WEIGHTS_FILE).exists() and (folder / INDEX_FILE).exists():
+        raise LoraError(f"{INDEX_FILE} says it is in shards: served is one file, {WEIGHTS_FILE}")
     weights = _parse_weights(_read_file(folder, WEIGHTS_FILE, MAX_HEADER_BYTES + num_bytes))
     stored = {_as_with_head(name): weight for name, weight in weights.items()}
     _check_weights(stored, shapes)

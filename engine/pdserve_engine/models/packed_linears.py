@@ -109,6 +109,8 @@ class _PackedLinear(nn.Module):
         self.name = name
         self.shape = (linear.out_features, linear.in_features)
         self.packed = kernels.pack_linear(linear.weight, linear.bias)
+        # Says shape and dtype, which routers of experts ask for. What computes with it fails.
+        self.weight = torch.empty_like(linear.weight, device="meta")
         self._kernels = kernels
         self._step = step
 

@@ -60,8 +60,10 @@ def read_pooler_config(
     """
     modules = None if runner == "generate" else _read_modules(folder)
     architectures = [str(name) for name in raw.get("architectures") or ()]
+    # GPT2LMHeadModel has one.
     has_head = not any(
-        name.endswith((SEQUENCE_CLASSIFICATION, BASE_MODEL)) for name in architectures
+        name.endswith((SEQUENCE_CLASSIFICATION, BASE_MODEL)) and "LMHead" not in name
+        for name in architectures
     )
     if runner == "auto":
         runner = "generate" if has_head and modules is None else "pooling"

@@ -213,6 +213,10 @@ def _signed(
     bits, columns = quantization.bits, integers.values.shape[1]
     zeros = None if integers.zeros is None else _less_half(integers.zeros, bits).contiguous()
     scales = integers.scales.contiguous()
+    if not scales.is_floating_point():
+        raise ValueError(f"scales are {scales.dtype}, must be of floating point")
+    if not scales.isfinite().all():
+        raise ValueError("scales have numbers that are not finite")
     return QuantizedWeight(
         values=_less_half(integers.values, bits),
         scales=scales if scales.dtype == torch.bfloat16 else scales.float(),

@@ -7,6 +7,7 @@ step go through it as one sequence of tokens, which only attention and positions
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,12 +45,16 @@ CHECKED_ARCHITECTURES = frozenset(
     (
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
         "GPTNeoXForCausalLM",
         "GraniteForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
+        "OPTForCausalLM",
         "OlmoeForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
@@ -154,10 +159,14 @@ class TransformersModel:
             with torch.inference_mode(), self._linears.watched(NUM_PROBE_TOKENS):
                 hidden_states = _decode(self._decoder, token_ids, token_ids, probe)
             self.compute_logits(hidden_states)
-        except (AttributeError, TypeError) as error:
-            # Our argument was dropped on the way to a layer, or the head wants more of a decoder.
+        except (ModelError, torch.OutOfMemoryError):
+            raise
+        # Some 200 architectures want what a decoder step or a head has not, each in its own way.
+        except Exception as error:
             raise ModelError(
-                f"{self.config.architecture} cannot be taken apart: {error}"
+                f"{self.config.architecture} cannot be taken apart: its code needs more than"
+                f" tokens, positions and attention, or hidden rows for its head"
+                f" ({type(error).__name__}: {error})"
             ) from error
         if probe.layers != list(range(self.config.num_layers)):
             raise ModelError(
@@ -257,14 +266,23 @@ class _Probe:
             raise ModelError(f"layer {layer} has a window of {found}, the config says {expected}")
 
 
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """All fields that a head may ask for."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+
+
 class _HiddenRows(nn.Module):
     """Stands where the decoder was, so that the model's own forward pass computes the head only."""
 
-    def forward(
-        self, *_: object, inputs_embeds: torch.Tensor, **__: object
-    ) -> MoeModelOutputWithPast:
-        # This output type has all fields that a head may ask for.
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    @property
+    def decoder(self) -> "_HiddenRows":
+        """What a head calls that knows of a decoder within the model's base, as OPT's."""
+        return self
+
+    def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _register() -> None:
@@ -280,10 +298,15 @@ def _attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    pdserve_attention: _Attention,
+    pdserve_attention: _Attention | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; the step's state travels with the call."""
+    if pdserve_attention is None:
+        raise ModelError(
+            f"{type(module).__name__} does not get what a forward pass is called with: its layers"
+            " pass no arguments on to attention"
+        )
     return pdserve_attention(module, query, key, value, attention_mask, arguments), None
 
 

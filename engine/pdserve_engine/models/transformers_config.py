@@ -31,7 +31,7 @@ def read_transformers_config(
     """
     hf_config = load_hf_config(model_dir)
     model_class = causal_lm_class(hf_config, raw.get("architectures"))
-    _refuse_unsupported(hf_config, model_class)
+    refuse_unsupported(hf_config, model_class)
     num_layers = _require_int(hf_config, "num_hidden_layers")
     num_heads = _require_int(hf_config, "num_attention_heads")
     hidden_size = _require_int(hf_config, "hidden_size")
@@ -78,7 +78,8 @@ def causal_lm_class(
     return found
 
 
-def _refuse_unsupported(hf_config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+def refuse_unsupported(hf_config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise ModelError for what a config says that our attention has not."""
     name = model_class.__name__
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder, supported are decoders")

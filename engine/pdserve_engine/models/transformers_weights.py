@@ -25,15 +25,24 @@ def load_pretrained(
     """
     # It would draw its own bar beside ours.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    loaded: Any = model_class.from_pretrained(
-        None,
-        config=hf_config,
-        state_dict={name: _WeightReader(checkpoint, name) for name in checkpoint.names},
-        dtype=dtype,
-        attn_implementation=attention,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    try:
+        loaded: Any = model_class.from_pretrained(
+            None,
+            config=hf_config,
+            state_dict={name: _WeightReader(checkpoint, name) for name in checkpoint.names},
+            dtype=dtype,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (ModelError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # Modules of some 200 architectures check sizes, each with the exceptions its author liked.
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot make {model_class.__name__} of its config and weights"
+            f" ({type(error).__name__}: {error})"
+        ) from error
     model: PreTrainedModel = loaded[0]
     _refuse_mismatched_weights(loaded[1])
     return model.requires_grad_(False)

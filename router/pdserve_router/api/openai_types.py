@@ -13,7 +13,7 @@ from pdserve_common.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
-from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_common.validation import MAX_LOGPROBS, MAX_SEED
 from pdserve_router.api.openai_fields import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages
 from pdserve_router.api.openai_model import (
@@ -39,6 +39,8 @@ from pdserve_router.requests.tool_use import ToolUse
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
+# Of int64, which OpenAI's seed is.
+MIN_SEED = -(2**63)
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     False: EarlyStopping.FALSE,
     True: EarlyStopping.TRUE,
@@ -215,6 +217,12 @@ class GenerationBody(RequestBody):
 
     def _sampling_values(self) -> dict[str, Any]:
         values = self._set_values(_SAMPLING_FIELDS)
+        if self.seed is not None:
+            values["seed"] = _unsigned(self.seed)
+        if self.allowed_token_ids == []:
+            raise InvalidRequestError(
+                "allowed_token_ids has 0 ids, needs at least 1", field="allowed_token_ids"
+            )
         values |= {name: tuple(value) for name, value in self._set_values(_SEQUENCE_FIELDS).items()}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -233,7 +241,6 @@ class GenerationBody(RequestBody):
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
-    "seed",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -435,6 +442,13 @@ class ChatCompletionBody(ChoicesBody):
         """Return what an answer may call; None if nothing."""
         is_parallel = self.parallel_tool_calls is not False
         return tool_use(self.tools, self.tool_choice, is_parallel=is_parallel)
+
+
+def _unsigned(seed: int) -> int:
+    """Return OpenAI's seed, which may be negative, as the engine has it."""
+    if not MIN_SEED <= seed <= MAX_SEED:
+        raise InvalidRequestError(f"seed is {seed}, must be {MIN_SEED} to {MAX_SEED}", field="seed")
+    return seed & MAX_SEED
 
 
 def _token_id(key: str) -> int:

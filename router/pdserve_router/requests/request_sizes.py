@@ -14,11 +14,13 @@ from pdserve_router.workers.model_limits import ModelLimits
 def most_prompt_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
     """Return how many of the prompt's last tokens count; None: all."""
     most = request.truncate_prompt_tokens
-    if most is None or 1 <= most <= limits.max_model_len:
+    # One token is for the answer.
+    if most is None or 1 <= most < limits.max_model_len:
         return most
     if most != -1:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {most}, must be -1 or 1 to {limits.max_model_len}",
+            f"truncate_prompt_tokens is {most}, must be -1 or 1 to {limits.max_model_len - 1} "
+            f"(max_model_len is {limits.max_model_len}, one is for the answer)",
             field="truncate_prompt_tokens",
         )
     return max(1, limits.max_model_len - (request.sampling_params.max_tokens or 1))

@@ -291,6 +291,14 @@ def test_a_pickle_is_not_touched(tmp_path: Path) -> None:
         read(folder)
 
 
+def test_an_adapter_in_shards_is_refused_as_one(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    (folder / WEIGHTS_FILE).rename(folder / "adapter_model-00001-of-00001.safetensors")
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text("{}")
+    with pytest.raises(LoraError, match=r"index\.json says it is in shards: served is one file"):
+        read(folder)
+
+
 def test_a_file_that_its_config_leaves_no_room_for_is_not_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     with open(folder / WEIGHTS_FILE, "ab") as file:

@@ -1,6 +1,7 @@
 """Quantized models: the formats they are stored in, and what rounding at load time costs."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -413,6 +414,26 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
     change_tensors(folder, make_dense)
     with pytest.raises(ModelError, match="which are one product, only some are quantized"):
         load()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("config", "store", "name"),
+    [(GPTQ, store_gptq, "scales"), (COMPRESSED, store_symmetric, "weight_scale")],
+    ids=["gptq", "compressed-tensors"],
+)
+def test_scales_that_are_not_finite_are_refused(
+    make_stored: Callable[..., Stored],
+    config: dict[str, Any],
+    store: Callable[..., Any],
+    name: str,
+    value: float,
+) -> None:
+    folder = make_stored(config, store, False).folder
+    stem = "model.layers.0.self_attn.v_proj"
+    change_tensors(folder, lambda tensors: tensors[f"{stem}.{name}"][0].fill_(value))
+    with pytest.raises(ModelError, match=rf"{stem}: scales have numbers that are not finite"):
+        load_model(folder, read_model_config(folder), device=CPU)
 
 
 def test_parts_of_one_product_may_have_all_zero_points_at_the_middle(

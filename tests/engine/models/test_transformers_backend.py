@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
@@ -21,6 +23,7 @@ from support.models import BACKEND_MODELS, EXPERTS, WINDOW
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+DOC = Path(__file__).parents[3] / "docs" / "architectures.md"
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
@@ -69,6 +72,15 @@ def test_all_architectures_that_are_called_checked_are_compared_here() -> None:
     assert compared == CHECKED_ARCHITECTURES
 
 
+def test_the_docs_list_what_becomes_of_each_architecture() -> None:
+    text = DOC.read_text()
+    assert f"transformers\n{transformers.__version__}." in text, "run tools/update_architectures.py"
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE))
+    for name in CHECKED_ARCHITECTURES:
+        assert rows[name] == ("native" if name in FAMILIES else "transformers, tested")
+    assert "DEFECT" not in text
+
+
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "olmoe"])
 def test_bfloat16_logits_are_close_to_transformers(
     make_model: Callable[..., Path], hf_model: Callable[..., Any], name: str
@@ -96,7 +108,11 @@ def test_bfloat16_logits_are_close_to_transformers(
             EXPERTS | {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
             "attention of layer 0 has s_aux, not supported",
         ),
-        ("OPTForCausalLM", {"ffn_dim": 96, "pad_token_id": 0}, "cannot be taken apart"),
+        (
+            "NemotronForCausalLM",
+            {},
+            "NemotronAttention does not get what .* its layers pass no arguments on to attention",
+        ),
     ],
 )
 def test_refuses_what_only_a_forward_pass_shows(
