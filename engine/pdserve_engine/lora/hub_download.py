@@ -110,8 +110,9 @@ def _explained(error: Exception, repository: str, revision: str) -> LoraError | 
         return ConnectionError(
             "HF_HUB_OFFLINE is set, and only commits that were loaded before are here"
         )
-    is_about_a_file = isinstance(error, OSError) and error.filename is not None
-    why = (error.strerror or type(error).__name__) if is_about_a_file else str(error)  # no paths
+    why = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        why = error.strerror or type(error).__name__  # its text has a path
     return ConnectionError(f"{where} did not bring it: {' '.join(why.split())[:300]}")
 
 
