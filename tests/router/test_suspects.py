@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from pdserve_common.engine_types import WorkerRole
-from pdserve_router.requests.suspects import SETTLE_S, find_at_fault, is_to_be_judged
+from pdserve_router.requests import suspects
+from pdserve_router.requests.suspects import is_to_be_judged
 from support.engine_info import make_info
 from support.stub_worker import StubWorker
+
+SETTLE_S = 0.05
+find_at_fault = partial(suspects.find_at_fault, settle_s=SETTLE_S)
 
 
 @dataclass

@@ -55,7 +55,8 @@ MAX_REUSE_DOUBLINGS = 4
 TOKENS_PER_REDRIVE = 512
 # So many new tokens say that a request does not end its workers.
 CLEARING_TOKENS = 32
-# How often those that wait look at the workers' queues, which change with every step.
+# How often those that wait look at the workers' queues, which change with every step; and when all
+# who lost a worker have been told.
 TICK_S = 0.05
 
 KV_ERRORS = (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
@@ -422,7 +423,8 @@ class RedriveQueue:
     def _end_those_at_fault(self, now: float) -> None:
         """End requests under which workers die, and have that cost the others nothing."""
         waiting = {id(each.recovery): each for each in self._waiting}
-        for recovery, worker in find_at_fault((each.recovery for each in self._waiting), now):
+        suspects = (each.recovery for each in self._waiting)
+        for recovery, worker in find_at_fault(suspects, now, settle_s=TICK_S):
             error = RequestFailedError(
                 f"{num_deaths(recovery)} workers were lost under this request: no other one gets it"
             )

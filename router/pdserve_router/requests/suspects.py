@@ -14,8 +14,6 @@ from pdserve_router.workers.worker_client import WorkerClient
 
 # Workers that die under a request before it can be ended for that.
 NUM_DEATHS = 2
-# After a worker's death, until all have been told who had requests there.
-SETTLE_S = 0.05
 
 
 class Suspect(Protocol):
@@ -52,9 +50,12 @@ def is_to_be_judged(suspect: Suspect) -> bool:
     return suspect.died_at is not None and len(suspect.ended) >= NUM_DEATHS
 
 
-def find_at_fault(suspects: Iterable[Suspect], now: float) -> list[tuple[Suspect, WorkerClient]]:
+def find_at_fault(
+    suspects: Iterable[Suspect], now: float, *, settle_s: float
+) -> list[tuple[Suspect, WorkerClient]]:
     """Return those of all lost requests that are to be ended, with the workers that died under
-    them. Others that may be at fault are suspects from now on.
+    them. Others that may be at fault are suspects from now on. A worker's death is looked at after
+    `settle_s`, when all that had requests there have been told.
     """
     by_worker: dict[WorkerClient, list[Suspect]] = {}
     for each in suspects:
@@ -62,7 +63,7 @@ def find_at_fault(suspects: Iterable[Suspect], now: float) -> list[tuple[Suspect
             by_worker.setdefault(each.died_at, []).append(each)
     found = []
     for worker, lost in by_worker.items():
-        if now - max(each.lost_at for each in lost) < SETTLE_S:
+        if now - max(each.lost_at for each in lost) < settle_s:
             continue
         for each in lost:
             each.died_at = None
