@@ -937,8 +937,9 @@ async def test_a_request_under_which_two_workers_died_ends_alone(start_stack, nu
         wanted = pb2.GenerateRequest(tokens=poison, sampling_params=core.SamplingParams(seed=7))
         error = ending(await stack.generate(wanted, timeout=30)).error
         assert (error.code, error.fault) == (core.ERROR_CODE_INTERNAL, core.ERROR_FAULT_REQUEST)
-        assert "2 workers were lost under this request" in error.message
-        assert len(dead) == 2
+        assert f"{len(dead)} workers were lost under this request" in error.message
+        # A third one if others, too, waited for their first token of the second.
+        assert len(dead) in (2, 3)
         for task in others:
             assert text_of(await task) == ANSWER_TEXT
         await asyncio.gather(*dying)

@@ -63,6 +63,12 @@ def test_of_several_each_is_tried_and_nobody_is_judged_twice(workers: Iterator[A
     assert find_at_fault(both[:1], 1.0) == []
 
 
+def test_the_one_that_lost_most_is_at_fault(workers: Iterator[Any]) -> None:
+    first, second, third = (next(workers) for _ in range(3))
+    culprit, other = lost(first, second, third), lost(first, third)
+    assert find_at_fault([other, culprit], 1.0) == [(culprit, third)]
+
+
 def test_workers_that_only_say_so_have_not_died(workers: Iterator[Any]) -> None:
     first, second = next(workers), next(workers)
     second.is_ready = True

@@ -1,9 +1,10 @@
 """Requests that may be why workers died.
 
 A worker that dies does not say under which of its requests. What ends a worker ends the next one
-too, at the same place: so a request under which two died, and that neither brought a token from the
-second, is at fault if it is the only one. If there are several, each is tried alone: one such
-request is on workers at a time, until it has an answer from them or they die under it.
+too, at the same place: so a request under which two died, and that brought no token from the
+second, is at fault if it is the only one, or has lost more than the others. If there are several,
+each is tried alone: one such request is on workers at a time, until it has an answer from them or
+they die under it.
 """
 
 from collections.abc import Iterable
@@ -70,6 +71,8 @@ def find_at_fault(
         suspected = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
         for each in suspected:
             each.is_suspect = True
-        if len(suspected) == 1:
-            found.append((suspected[0], worker))
+        most = max(map(num_deaths, suspected), default=0)
+        worst = [each for each in suspected if num_deaths(each) == most]
+        if len(worst) == 1:
+            found.append((worst[0], worker))
     return found
