@@ -177,7 +177,7 @@ class HttpApi:
                 "stream": True,
             }
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
         self._request = f"{head}\r\n\r\n{body}".encode()
 
     async def stream(self) -> AsyncIterator[None]:

@@ -187,7 +187,7 @@ class HttpEchoes(HttpStreams):
 
     def __init__(self, port: int, args: argparse.Namespace, num_tokens: int) -> None:
         super().__init__(port, args, num_tokens)
-        self._api._request = f"GET /?{num_tokens} HTTP/1.1\r\nhost: bench\r\n\r\n".encode()
+        self._api._request = f"GET /?{num_tokens} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
 
 
 class GrpcStreams:

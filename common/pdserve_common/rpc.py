@@ -128,9 +128,11 @@ class RpcServer:
         credentials: grpc.ServerCredentials | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Mapping[str, Any] | None = None,
+        binds_late: bool = False,
     ) -> None:
         """Bind the port, without serving yet; must run inside the event loop. Plain text without
-        `credentials`. `options` come besides `server_options`, or instead of them. Raises OSError
+        `credentials`. `options` come besides `server_options`, or instead of them. `binds_late`:
+        only `start` binds it, as who shares a port gets connections from then on. Raises OSError
         if the port is taken.
         """
         # Each once: of two, gRPC takes now the first, now the last.
@@ -138,7 +140,8 @@ class RpcServer:
         self.server = grpc.aio.server(interceptors=interceptors, options=list(all_options.items()))
         # gRPC calls into them and does not hold them.
         self._credentials = credentials
-        self.port: int = self._bind(join_address(host, port))
+        self._address = join_address(host, port)
+        self.port: int = 0 if binds_late else self._bind(self._address)
         self._loop = asyncio.get_running_loop()
         self._is_healthy: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
@@ -146,7 +149,10 @@ class RpcServer:
         self._services: list[str] = []
 
     async def start(self, services: Sequence[str]) -> None:
-        """Serve what was added to `server`; NOT_SERVING until `set_serving(True)`, but alive."""
+        """Serve what was added to `server`; NOT_SERVING until `set_serving(True)`, but alive.
+        Raises OSError if the port is taken.
+        """
+        self.port = self.port or self._bind(self._address)
         self._services = list(services)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)

@@ -127,13 +127,13 @@ class RouterConfig(TlsConfig):
     )
     max_redrives: int = opt(
         3,
-        "How often a request whose worker failed is sent to another; then it fails. Drains do not "
-        "count, and 512 new tokens give one back.",
+        "How often a request whose worker failed is sent to another; then it fails. Drains and "
+        "workers without room do not count, and 512 new tokens give one back.",
     )
     redrive_wait_s: float = opt(
         60.0,
         "How long such a request waits, within its deadline, while no worker of its weights is "
-        "ready.",
+        "ready, or none has room.",
     )
     default_deadline_s: float = opt(600.0, "Deadline of requests that bring none.")
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")

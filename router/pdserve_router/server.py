@@ -1,10 +1,12 @@
 """The router process: every part assembled, started, drained and closed."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
 import signal
+import ssl
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -49,6 +51,8 @@ from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
+# One of several processes takes connections without workers after this: nobody else may have any.
+READY_TIMEOUT_S = 15.0
 # For what was written last to reach its clients.
 CLOSE_GRACE_S = 2.0
 # Clients keep a gRPC channel's connection for as long as they run, and balancers of connections see
@@ -191,19 +195,22 @@ class RouterServer:
                 "grpc.max_receive_message_length": config.max_body_bytes,
                 "grpc.so_reuseport": int(config.workers > 1),
             },
+            binds_late=config.workers > 1,
         )
+        self._has_been_ready = asyncio.Event()
         self._http: HttpServer | None = None
         self._metrics_server: MetricsServer | None = None
         self.grpc_port = self.http_port = self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listen and attach to the workers. Raises OSError if a port is taken."""
+        """Listen and attach to the workers. Of several on the same ports each attaches first, as it
+        gets its share of the connections from then on. Raises OSError if a port is taken.
+        """
         config = self.config
         context = self._tls.server_context() if self._tls else None
         shares_ports = config.workers > 1
-        self._http = HttpServer(
-            config.host, config.http_port, context, self._connections, shares_ports
-        )
+        if not shares_ports:
+            self._http = self._listen(context)
         self._metrics_server = MetricsServer(
             config.host,
             config.metrics_port,
@@ -219,7 +226,15 @@ class RouterServer:
             edge=self.edge_processes,
         )
         service.add_to(self._rpc.server)
+        if shares_ports:
+            await self._rpc.set_alive(True)
+            self.pool.start()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_been_ready.wait(), READY_TIMEOUT_S)
+            self._http = self._listen(context)
         await self._rpc.start([SERVICE_NAME])
+        if self._is_serving:  # that was known before there was a service
+            await self._rpc.set_serving(True)
         self.grpc_port = self._rpc.port
         app: ASGIApp = build_app(
             self.router,
@@ -233,16 +248,23 @@ class RouterServer:
             labels=labels_of(config.model),
         )
         places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
+        assert self._http is not None
         self._http.start(self._guarded(BodyGuard(app, places)))
         self.http_port = self._http.port
         self.metrics_port = self._metrics_server.port
-        self.pool.start()
+        if not shares_ports:
+            self.pool.start()
         logger.info(
             "listening: gRPC on %s, HTTP on %s, metrics on %s",
             self.grpc_port,
             self.http_port,
             self.metrics_port,
         )
+
+    def _listen(self, context: ssl.SSLContext | None) -> HttpServer:
+        config = self.config
+        shares_port = config.workers > 1
+        return HttpServer(config.host, config.http_port, context, self._connections, shares_port)
 
     def _prompt_tokens_under_way(self) -> float:
         """Return how many prompt tokens workers may have to compute while others wait."""
@@ -297,6 +319,8 @@ class RouterServer:
         self._tokenizer.close()
 
     def _on_workers_changed(self) -> None:
+        if self.router.is_ready:
+            self._has_been_ready.set()
         if self.router.is_ready != self._is_serving:
             task = asyncio.create_task(self._set_health())
             self._health_tasks.add(task)

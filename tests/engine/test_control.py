@@ -5,7 +5,10 @@ import contextlib
 import gzip
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -390,6 +393,19 @@ async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
     path = Path(profiler.stop())
     assert path.parent == tmp_path
     assert path.name.startswith(".._rack_1_d_0-")
+
+
+def test_a_first_start_loads_no_compiler_and_leaves_no_folder(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from pdserve_engine.runner.profiler import StepProfiler\n"
+        "profiler = StepProfiler(None, name='p')\n"
+        "profiler.start()\n"
+        "os._exit('torch._inductor' in sys.modules)"  # without an end
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- the end

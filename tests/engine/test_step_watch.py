@@ -8,8 +8,10 @@ import pytest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
 from pdserve_engine.request.watchdog import (
+    KNOWN_BOUND_S,
     LINEAR_CONTEXT,
     MIN_BOUND_S,
+    NUM_KNOWN_STEPS,
     RunningStep,
     StepWatch,
     work_of,
@@ -27,9 +29,9 @@ LOOK_S = 0.5
 class World:
     """A watch, and what it is told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: float) -> None:
         self.clock = Clock()
-        self.watch = StepWatch(timeout_s=TIMEOUT_S, clock=self.clock)
+        self.watch = StepWatch(timeout_s=TIMEOUT_S, clock=self.clock, **options)
 
     def run(self, work: int | None, seconds: float) -> float | None:
         """Run a step for so long, or until the watch says that it has overrun what is returned."""
@@ -74,6 +76,21 @@ def test_the_longest_step_counts() -> None:
     for seconds in (2.0, 0.01, 0.01):
         world.run(work=1000, seconds=seconds)
     assert world.bound_s(work=1000) == 20.0
+
+
+def test_of_ranks_a_step_of_a_known_size_is_hung_sooner() -> None:
+    """Also beside longer ones of other sizes, and only then."""
+    world = World(known_bound_s=KNOWN_BOUND_S)
+    world.run(work=64_000, seconds=3.0)
+    for _ in range(NUM_KNOWN_STEPS):
+        assert world.bound_s(work=1000) == 30.0
+        world.run(work=1000, seconds=0.01)
+    assert world.bound_s(work=1000) == KNOWN_BOUND_S
+    assert world.bound_s(work=64_000) == 30.0
+    world.run(work=1000, seconds=1.0)
+    assert world.bound_s(work=1000) == 10.0
+    world.watch.forget()
+    assert world.bound_s(work=1000) == TIMEOUT_S
 
 
 def test_what_is_no_step_has_the_whole_timeout() -> None:

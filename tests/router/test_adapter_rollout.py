@@ -164,3 +164,37 @@ async def test_without_a_pair_that_has_it_nobody_is_told_that_it_is_there() -> N
     with pytest.raises(NoWorkerError, match="no proven pair with it is ready"):
         await AdapterRollout(stage.pool, workers).load(LORA)
     await stage.pool.close()
+
+
+async def test_an_extension_holds_up_only_changes_of_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, workers = await started(2, 2)
+    rollout = AdapterRollout(stage.pool, workers)
+    adapter = dataclasses.replace(await rollout.load(LORA, num_workers=1), path="x")
+    others = [worker for worker in stage.workers if worker not in workers.holders(NEW)]
+    workers.hanging = {worker.address for worker in others}
+    extending = asyncio.create_task(rollout.extend(adapter, others))
+    await asyncio.sleep(0.01)
+    may_answer = asyncio.Event()
+    remove = workers.remove_lora
+
+    async def answer_late(address: str, name: str, digest: str = "") -> None:
+        await may_answer.wait()
+        await remove(address, name, digest)
+
+    monkeypatch.setattr(workers, "remove_lora", answer_late)
+    # What it has begun is given up, and may not be gone from its workers yet.
+    workers.hanging = set()
+    same = asyncio.create_task(rollout.load(LORA))
+    await asyncio.sleep(0.01)
+    assert not same.done()
+    same.cancel()
+    await asyncio.wait([same])
+    workers.contents = {worker.address: OLD for worker in stage.workers}
+    await asyncio.wait_for(rollout.load(dataclasses.replace(LORA, lora_name="b")), 10)
+    assert len(workers.holders(OLD)) == 4
+    assert not extending.done()
+    may_answer.set()
+    assert await extending is False
+    await stage.pool.close()

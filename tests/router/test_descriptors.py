@@ -63,7 +63,7 @@ async def stream(url: str) -> str:
     """Return what an honest client gets: `whole`, or the status and whether to come back."""
     port = httpx.URL(url).port
     body = json.dumps(BODY).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

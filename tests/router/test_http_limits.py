@@ -17,7 +17,7 @@ from support.waiting import until
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
 LIMITED = "pdserve_connection_limits_total"
-GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -74,7 +74,7 @@ async def test_large_headers_are_refused_before_they_end(start_stack: Any, data:
     ids=["trailers", "trailer", "extension"],
 )
 async def test_what_a_body_has_besides_is_bounded_too(start_stack: Any, data: bytes) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     async with start_stack(http=True) as stack:
         assert await answer_to(stack.server.http_port, head + data) == b""
         assert stack.metric(LIMITED, server="http", limit="headers_too_large") == 1
@@ -135,7 +135,7 @@ async def test_the_rest_of_a_body_that_was_answered_has_a_deadline(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_connections, "HEADERS_TIMEOUT_S", 0.2)
-    head = b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
+    head = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
     async with (
         start_stack(http=True) as stack,
         connected(stack.server.http_port, head) as (reader, writer),
@@ -249,7 +249,7 @@ async def test_of_unfinished_bodies_few_are_held_and_others_come_through(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: 1000000\r\n\r\n"
     )
     async with start_stack(http=True) as stack, contextlib.AsyncExitStack() as attack:

@@ -429,7 +429,9 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
 async def test_a_body_that_does_not_come_ends_the_connection(start_stack) -> None:
     async with start_stack(http=True, body_timeout_s=0.05) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+        )
         answer = await asyncio.wait_for(reader.read(), 20)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"the body did not come within 0.05 s" in answer
@@ -575,7 +577,7 @@ async def test_a_client_that_disconnects_aborts_both_legs(stack, stream) -> None
     body = json.dumps({**COMPLETION, "stream": stream}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s"
         % (len(body), body)
     )
     await until(lambda: stack.decode.num_running == 1)
@@ -587,7 +589,7 @@ async def test_a_client_that_disconnects_aborts_both_legs(stack, stream) -> None
 
 async def test_a_client_that_disconnects_in_its_body_is_no_error(stack, caplog) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
     await until(lambda: stack.http.tasks)
     writer.close()
     await until(lambda: not stack.http.tasks and not stack.http.connections)

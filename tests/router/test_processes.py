@@ -13,6 +13,7 @@ import pytest
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.config import RouterConfig
+from pdserve_router.server import RouterServer
 from support.fake_worker import FakeWorker
 from support.waiting import until
 
@@ -79,6 +80,36 @@ async def test_processes_share_ports_are_started_again_and_drain(model_dir: Path
         router.terminate()
         assert await asyncio.wait_for(router.wait(), 30) == 0
         await worker.close()
+
+
+async def test_one_of_several_listens_when_it_is_ready(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or when nobody is for so long."""
+    with ExitStack() as stack:
+        http_port, grpc_port, *_ = ports_in_a_row(stack)
+    worker = FakeWorker(WorkerRole.DECODE, vocab_size=320, answer=range(40, 60))
+    await worker.start()
+    config = RouterConfig(
+        model=str(model_dir), served_model_name="tiny", decode=(worker.address,), workers=2,
+        host="127.0.0.1", http_port=http_port, grpc_port=grpc_port, metrics_port=0,
+    )  # fmt: skip
+    await worker.stop()
+    for timeout_s, status in ((0.1, 503), (60.0, 200)):
+        monkeypatch.setattr("pdserve_router.server.READY_TIMEOUT_S", timeout_s)
+        server = RouterServer(config)
+        starting = asyncio.create_task(server.start())
+        if status == 200:
+            await asyncio.sleep(0.1)
+            for port in (http_port, grpc_port):
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.1", port)
+            await worker.start()
+        await starting
+        assert await ask(http_port) == status
+        await asyncio.open_connection("127.0.0.1", grpc_port)
+        await server.stop(1.0)
+    await worker.close()
 
 
 def children_of(pid: int) -> list[int]:

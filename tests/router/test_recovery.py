@@ -910,3 +910,52 @@ async def test_logprobs_that_only_the_lost_prefill_worker_had_are_computed_again
     assert len(positions) == outputs[-1].usage.num_output_tokens
     assert all(position.token_ids for position in positions)
     assert outputs[-1].metrics.num_redrives == 1
+
+
+# ---- requests under which workers die
+
+
+@pytest.mark.parametrize("num_prefill", [0, 4])
+async def test_a_request_under_which_two_workers_died_ends_alone(start_stack, num_prefill) -> None:
+    poison = pb2.TokenPrompt(token_ids=(*TOKENS.token_ids, 13))
+    dead, dying = [], []
+
+    async def behave(running: Running) -> None:
+        if len(running.request.prompt_token_ids) < len(poison.token_ids):
+            await asyncio.sleep(0.2)
+            await own_behaviour(running)(running)
+            return
+        dead.append(running.worker)
+        dying.append(asyncio.create_task(running.worker.stop()))
+        await hang(running)
+
+    spread = {"routing_policy": "round_robin"}
+    async with start_stack(prefill=num_prefill, decode=4, **spread) as stack:
+        for worker in stack.decodes:
+            worker.behave = behave
+        others = [asyncio.create_task(generate(stack)) for _ in range(12)]
+        wanted = pb2.GenerateRequest(tokens=poison, sampling_params=core.SamplingParams(seed=7))
+        error = ending(await stack.generate(wanted, timeout=30)).error
+        assert (error.code, error.fault) == (core.ERROR_CODE_INTERNAL, core.ERROR_FAULT_REQUEST)
+        assert f"{len(dead)} workers were lost under this request" in error.message
+        # A third one if others, too, waited for their first token of the second.
+        assert len(dead) in (2, 3)
+        for task in others:
+            assert text_of(await task) == ANSWER_TEXT
+        await asyncio.gather(*dying)
+
+
+async def test_workers_without_room_cost_no_redrives(start_stack, forgiving, tokenizer) -> None:
+    async with start_stack(max_redrives=1) as stack:
+        stack.decode.behave = failing(0, fail_as(ErrorCode.OVERLOADED), attempts=range(5))
+        outputs = await generate(stack)
+        await assert_recovered(stack, outputs, tokenizer)
+        assert outputs[-1].metrics.num_redrives == 5
+
+
+async def test_workers_that_stay_without_room_are_told_in_time(start_stack, forgiving) -> None:
+    async with start_stack(prefill=0, redrive_wait_s=0.3) as stack:
+        stack.decode.behave = failing(0, fail_as(ErrorCode.OVERLOADED), attempts=range(1001))
+        outputs = await generate(stack)
+        assert ending(outputs).error.code == core.ERROR_CODE_OVERLOADED
+        assert outputs[-1].metrics.num_redrives > 3

@@ -120,7 +120,9 @@ async def test_a_client_that_leaves_ends_all(stack) -> None:
     stack.prefill.behave = stack.decode.behave = hang
     raw = json.dumps(BODY).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(
+        raw
+    )
     writer.write(head + raw)
     await until(lambda: stack.server.router.num_in_flight == 3)
     writer.close()

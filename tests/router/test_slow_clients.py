@@ -82,7 +82,7 @@ async def read_to_end(call) -> None:
 
 
 def http_request(path: bytes, body: bytes) -> bytes:
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
     return head + body
 
 

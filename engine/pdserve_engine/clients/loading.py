@@ -40,7 +40,7 @@ from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.hub import FetchAdapter, HubFetch
 from pdserve_engine.pooling.settings import pooling_settings
-from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
+from pdserve_engine.request.watchdog import KNOWN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
 from pdserve_engine.runner.model_source import ModelSource
@@ -263,8 +263,10 @@ def _load(
 
 
 def _make_watch(config: EngineConfig) -> StepWatch:
-    min_bound_s = MIN_CUDA_BOUND_S if config.device == "cuda" else MIN_BOUND_S
-    return StepWatch(timeout_s=config.step_timeout_s, min_bound_s=min_bound_s)
+    if config.device == "cuda":
+        return StepWatch(timeout_s=config.step_timeout_s, min_bound_s=MIN_CUDA_BOUND_S)
+    known_bound_s = KNOWN_BOUND_S if config.num_ranks > 1 else None
+    return StepWatch(timeout_s=config.step_timeout_s, known_bound_s=known_bound_s)
 
 
 def _make_pool(

@@ -13,6 +13,10 @@ from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
 from pdserve_engine.request.request import Request
 
+# Names for each of max_loras: several may stand for one adapter.
+NAMES_PER_ADAPTER = 16
+MAX_SHOWN = 60
+
 
 @dataclass(slots=True)
 class _Held:
@@ -88,7 +92,12 @@ class AdapterPool:
         make some, another one may have to go.
         """
         assert self.store is not None
-        digest = adapter.digest
+        digest, max_names = adapter.digest, NAMES_PER_ADAPTER * self._max_loras
+        if name not in self._digests and len(self._digests) >= max_names:
+            raise FailedPreconditionError(
+                f"{len(self._digests)} names stand for adapters, at most {max_names} may, "
+                f"{NAMES_PER_ADAPTER} for each of max_loras: {name[:MAX_SHOWN]!r} is one too many"
+            )
         if digest not in self._held:
             self._make_room(keep_others=keep_others)
             self.store.add(adapter)

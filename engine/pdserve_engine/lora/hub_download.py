@@ -112,7 +112,7 @@ def _explained(error: Exception, repository: str, revision: str) -> LoraError | 
         )
     why = str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        why = error.strerror or type(error).__name__  # no paths
+        why = error.strerror or type(error).__name__  # its text has a path
     return ConnectionError(f"{where} did not bring it: {' '.join(why.split())[:300]}")
 
 

@@ -11,6 +11,10 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 MIN_BOUND_S = 10.0
 # A step that is the first to need a kernel waits for Triton to compile it.
 MIN_CUDA_BOUND_S = 60.0
+# Of ranks, of which one that is stopped holds up all, where steps of a size are known.
+KNOWN_BOUND_S = 4.0
+# So many steps of a size make it known; sizes are powers of two.
+NUM_KNOWN_STEPS = 64
 # A step may take this many times what the longest one lets expect.
 MARGIN = 10.0
 # Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
@@ -53,9 +57,13 @@ class StepWatch:
         *,
         timeout_s: float,
         min_bound_s: float = MIN_BOUND_S,
+        known_bound_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds any step, and is the bound while nothing is known of any."""
+        """`timeout_s` bounds any step, and is the bound while nothing is known of any;
+        `known_bound_s` is instead of `min_bound_s` for steps whose size is known.
+        """
+        self._known_bound_s = known_bound_s
         self._timeout_s = timeout_s
         self._min_bound_s = min_bound_s
         self._awake = AwakeClock(MAX_LOOK_S, clock=clock)
@@ -70,6 +78,8 @@ class StepWatch:
         """Steps may take longer from now on: memory was given back."""
         # The longest step so far: its work and how long it took.
         self._longest: tuple[int, float] | None = None
+        # By size: how many steps there were, and how long the longest took.
+        self._sizes: dict[int, tuple[int, float]] = {}
 
     def overrun(self, running: RunningStep | None) -> float | None:
         """Return the bound (seconds) that the step under way has overrun, or None."""
@@ -89,6 +99,9 @@ class StepWatch:
         is_longest = self._longest is None or duration_s > self._longest[1]
         if work and is_longest and not self._has_overslept:
             self._longest = work, duration_s
+        if work and not self._has_overslept:
+            count, longest_s = self._sizes.get(work.bit_length(), (0, 0.0))
+            self._sizes[work.bit_length()] = count + 1, max(longest_s, duration_s)
         self._has_overslept = False
 
     def _look(self) -> None:
@@ -97,6 +110,11 @@ class StepWatch:
     def _bound_s(self, work: int | None) -> float:
         if work is None or self._longest is None:
             return self._timeout_s
+        size = work.bit_length()
+        if self._known_bound_s is not None and self._sizes.get(size, (0,))[0] >= NUM_KNOWN_STEPS:
+            # Smaller ones, too: what a machine does to one it may do to the next.
+            longest_s = max(each for known, (_, each) in self._sizes.items() if known <= size)
+            return min(self._timeout_s, max(self._known_bound_s, MARGIN * longest_s))
         known_work, duration_s = self._longest
         expected_s = duration_s * max(1.0, work / known_work)
         return min(self._timeout_s, max(self._min_bound_s, MARGIN * expected_s))

@@ -19,10 +19,22 @@ from pdserve_common.engine_types import (
     ErrorFault,
     WorkerRole,
 )
-from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
+from pdserve_common.errors import (
+    RETRYABLE_CODES,
+    NoWorkerError,
+    OverloadedError,
+    RequestFailedError,
+)
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_ATTEMPT
+from pdserve_router.requests.suspects import (
+    epoch_of,
+    find_at_fault,
+    is_death,
+    is_to_be_judged,
+    num_deaths,
+)
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.prefix_index import num_known_tokens
 from pdserve_router.workers.route_chooser import AnyRoute, Route
@@ -41,7 +53,10 @@ MAX_REUSE_DOUBLINGS = 4
 # 10 to 50 s, about what a lost worker takes to come back: a stream survives any number of losses
 # that come no faster. One that fails its workers where it stands brings none, and ends.
 TOKENS_PER_REDRIVE = 512
-# How often those that wait look at the workers' queues, which change with every step.
+# So many new tokens say that a request does not end its workers.
+CLEARING_TOKENS = 32
+# How often those that wait look at the workers' queues, which change with every step; and when all
+# who lost a worker have been told.
 TICK_S = 0.05
 
 KV_ERRORS = (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
@@ -72,6 +87,16 @@ class Recovery:
     num_spent: int = 0
     # The lost attempt was taken from a worker that drains.
     is_planned: bool = False
+    # It was lost with a worker that died under another request.
+    is_excused: bool = False
+    # When a worker first had no room for it, since its last token.
+    overloaded_at: float | None = None
+    # As in Suspect.
+    ended: list[tuple[WorkerClient, str]] = field(default_factory=list)
+    is_suspect: bool = False
+    died_at: WorkerClient | None = None
+    # Those of its current attempt that have brought tokens.
+    answering: set[WorkerClient] = field(default_factory=set)
     # Of the attempt that is lost: its route, what its workers said in that order, and when.
     route: AnyRoute | None = None
     errors: dict[WorkerClient, EngineError] = field(default_factory=dict)
@@ -86,11 +111,23 @@ class Recovery:
     # Attempts since the last token, and tokens since a redrive was spent or given back.
     _num_idle: int = 0
     _num_new_tokens: int = 0
+    _num_since_death: int = 0
 
     @property
     def error(self) -> EngineError:
         """What began it; the client gets it if nobody goes on. Further ones follow from it."""
         return next(iter(self.errors.values()))
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Is it lost only as workers have no room?"""
+        errors = self.errors.values()
+        return bool(errors) and all(each.code is ErrorCode.OVERLOADED for each in errors)
+
+    @property
+    def is_free(self) -> bool:
+        """Does this loss say nothing against the request?"""
+        return self.is_planned or self.is_excused or self.is_overloaded
 
     @property
     def blamed(self) -> frozenset[WorkerClient]:
@@ -133,10 +170,20 @@ class Recovery:
         self.lost_at = now
         is_draining = any(each.state is WorkerState.DRAINING for each in route.workers)
         self.is_planned |= is_draining or error.code is ErrorCode.DRAINING
+        if error.code is ErrorCode.OVERLOADED and self.overloaded_at is None:
+            self.overloaded_at = now
+        if is_death(error) and not is_draining:
+            self.ended.append((worker, epoch_of(worker)))
+            self.died_at = worker if worker not in self.answering else None
+            self._num_since_death = 0
 
     def note_tokens(self, num_new: int) -> None:
         """The answer goes on."""
         self._num_idle = 0
+        self.overloaded_at = None
+        self._num_since_death += num_new
+        if self._num_since_death >= CLEARING_TOKENS:
+            self.ended.clear()
         self._num_new_tokens += num_new
         while self.num_spent and self._num_new_tokens >= TOKENS_PER_REDRIVE:
             self.num_spent -= 1
@@ -145,18 +192,19 @@ class Recovery:
     def forget(self) -> None:
         """The attempt goes on without the worker that was lost."""
         self.errors.clear()
-        self.holder = None
-        self.is_planned = False
+        self.holder = self.died_at = None
+        self.is_planned = self.is_excused = False
 
     def begin_attempt(self) -> None:
         """The request is about to be sent again."""
         self._retry_at_before = self._retry_at
         self.num_redrives += 1
         self._num_idle += 1
-        if not self.is_planned:
+        if not self.is_free:
             self.num_spent += 1
             self._num_new_tokens = 0
         self.num_confirmed_tokens = 0
+        self.answering.clear()
         self.forget()
 
 
@@ -223,6 +271,8 @@ class RedriveQueue:
         self._waiting: dict[Redrive, _Waiting] = {}
         # Without a token since: the worker that computes their tokens, and how many.
         self._sent: dict[Redrive, tuple[WorkerClient, int]] = {}
+        # The suspect that is tried.
+        self._tried: Redrive | None = None
         # Their sums.
         self._num_sent_tokens: Counter[WorkerClient] = Counter()
         self._timer: asyncio.Handle | None = None
@@ -233,13 +283,19 @@ class RedriveQueue:
         return redrive in self._waiting
 
     def is_spent(self, redrive: Redrive) -> bool:
-        """True if it has been sent again as often as it may. Planned losses are free, but within
-        its deadline and what the wire holds.
+        """True if it has been sent again as often as it may. Planned losses, and those to workers
+        that died under another request, are free, but within its deadline and what the wire holds;
+        those to workers without room for as long as one is waited for.
         """
         recovery = redrive.recovery
         if recovery.num_redrives >= MAX_ATTEMPT:
             return True
-        return not recovery.is_planned and recovery.num_spent >= self._max_redrives
+        if recovery.is_planned or recovery.is_excused:
+            return False
+        if recovery.is_overloaded and self._max_redrives:
+            assert recovery.overloaded_at is not None
+            return self.clock() - recovery.overloaded_at >= self._wait_s
+        return recovery.num_spent >= self._max_redrives
 
     def blame(self, route: AnyRoute, worker: WorkerClient, error: EngineError) -> None:
         """Tell the pool who is at fault for a request's failure. Never for what the request or its
@@ -276,6 +332,7 @@ class RedriveQueue:
         waits for what `discard`s it.
         """
         self._forget_sent(redrive)
+        self._forget_tried(redrive)
         deadline = redrive.core_request.deadline
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
@@ -287,11 +344,25 @@ class RedriveQueue:
         """It is over, or needs nobody else."""
         self._waiting.pop(redrive, None)
         self.on_token(redrive)
+        self._forget_tried(redrive)
         self._changed()
 
     def on_token(self, redrive: Redrive) -> None:
         """Its prompt is computed: others may follow it there."""
         if self._forget_sent(redrive):
+            self._changed()
+
+    def on_answer(self, redrive: Redrive, route: AnyRoute, worker: WorkerClient) -> None:
+        """A worker of its attempt, which is on `route`, has brought a token."""
+        recovery = redrive.recovery
+        recovery.answering.add(worker)
+        if recovery.is_suspect and recovery.answering.issuperset(route.workers):
+            recovery.is_suspect = False
+            self._forget_tried(redrive)
+
+    def _forget_tried(self, redrive: Redrive) -> None:
+        if self._tried is redrive:
+            self._tried = None
             self._changed()
 
     def _note_sent(self, redrive: Redrive, worker: WorkerClient, num_tokens: int) -> None:
@@ -324,6 +395,7 @@ class RedriveQueue:
     def _send_next(self) -> None:
         self._timer = None
         now = self.clock()
+        self._end_those_at_fault(now)
         is_unanswered = not any(worker.is_ready for worker in self.pool.answering)
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
@@ -333,6 +405,9 @@ class RedriveQueue:
                 continue
             if self.is_spent(waiting.redrive):
                 self._give_up(waiting.redrive)
+                continue
+            recovery = waiting.redrive.recovery
+            if is_to_be_judged(recovery) or (recovery.is_suspect and self._tried is not None):
                 continue
             # Without anybody who could end it, making the next attempt of each takes long for
             # nothing. But D may have left the list and still hold the blocks of what runs there.
@@ -344,6 +419,18 @@ class RedriveQueue:
             if not is_blocked or _is_nearly_computed(waiting.redrive):
                 is_blocked = not self._try(waiting, now) or is_blocked
         self._changed(TICK_S)
+
+    def _end_those_at_fault(self, now: float) -> None:
+        """End requests under which workers die, and have that cost the others nothing."""
+        waiting = {id(each.recovery): each for each in self._waiting}
+        suspects = (each.recovery for each in self._waiting)
+        for recovery, worker in find_at_fault(suspects, now, settle_s=TICK_S):
+            error = RequestFailedError(
+                f"{num_deaths(recovery)} workers were lost under this request: no other one gets it"
+            )
+            self._give_up(waiting[id(recovery)], error.to_engine_error())
+            for each in self._waiting:
+                each.recovery.is_excused |= worker in each.recovery.errors
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
         """Send it, or give it up. False: it has to wait for others that were sent again."""
@@ -359,6 +446,8 @@ class RedriveQueue:
             return False
         del self._waiting[redrive]
         self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
+        if redrive.recovery.is_suspect:
+            self._tried = redrive
         reason = redrive.recovery.reason
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()
         try:

@@ -279,6 +279,7 @@ class SingleCompletion(LiveRequest):
             self._redrives.pool.report_transfer(prefill, decode, transfer)
 
     def _on_progress(self, worker: WorkerClient) -> None:
+        self._redrives.on_answer(self, self.route, worker)
         if self not in self._redrives:
             self._redrives.on_token(self)
         elif worker is self.route.decode:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdserve_common.engine_types import WorkerRole
@@ -37,25 +37,36 @@ class Control(Protocol):
     async def remove_lora(self, address: str, name: str, digest: str = "") -> None: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Extension:
+    """Loads that nobody has asked for."""
+
+    name: str
+    loads: Sequence[asyncio.Task[LoRAAdapter]]
+    # None of them is under way, or is to be taken back.
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class AdapterRollout:
     """One change at a time: two of one name would leave it standing for both. Those that are asked
-    for wait for each other, and not for one that `extend` makes.
+    for wait for each other, and not for one that `extend` makes: what that has begun ends, and is
+    waited for only if it is of the same name.
     """
 
     def __init__(self, pool: WorkerPool, control: Control) -> None:
         self._pool = pool
         self._control = control
         self._lock = asyncio.Lock()
-        # How many changes are asked for, and the loads of `extend`, which give way to them.
+        # How many changes are asked for, and what `extend` does, which gives way to them.
         self._num_asked = 0
-        self._extending: list[asyncio.Task[LoRAAdapter]] = []
+        self._extension: _Extension | None = None
 
     async def load(self, lora: LoRARequest, *, num_workers: int = 0) -> LoRAAdapter:
         """Load an adapter on so many prefill and as many decode workers, 0: on all; it is listed
         when this returns. Raises what a worker raises, and NoWorkerError if there are too few;
         those that have loaded it have it no more then.
         """
-        async with self._asked():
+        async with self._asked(lora.lora_name):
             workers = self._choose(lora.lora_name, num_workers)
             before = {worker: _digest_of(worker, lora.lora_name) for worker in workers}
             # The first one says which it is: the others' folders have to be the same.
@@ -79,30 +90,29 @@ class AdapterRollout:
         nothing, if by now its name stands for another one, or on one of them for any, or if `load`
         or `unload` is called before all have it. Raises as `load` does.
         """
-        async with self._lock:
-            if self._num_asked or not self.may_extend(adapter, workers):
-                return False
-            lora = LoRARequest(
-                lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path
-            )
-            self._extending = [
-                asyncio.create_task(self._control.add_lora(w.address, lora, keep_others=True))
-                for w in workers
-            ]
-            try:
-                answers = await asyncio.gather(*self._extending, return_exceptions=True)
-            finally:
-                self._extending = []
+        if self._num_asked or self._extension or not self.may_extend(adapter, workers):
+            return False
+        lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path)
+        loads = [
+            asyncio.create_task(self._control.add_lora(w.address, lora, keep_others=True))
+            for w in workers
+        ]
+        self._extension = extension = _Extension(adapter.name, loads)
+        try:
+            answers = await asyncio.gather(*loads, return_exceptions=True)
             if all(isinstance(answer, LoRAAdapter) for answer in answers):
                 await self._until(lambda: all(_digest_of(w, adapter.name) for w in workers))
                 return True
-            failures = [answer for answer in answers if isinstance(answer, Exception)]
             loaded = [w for w, a in zip(workers, answers, strict=True) if _may_have_loaded(a)]
             before = dict.fromkeys(loaded, "")
             await self._take_back(loaded, before, adapter.name, adapter.digest)
-            if failures:
-                raise failures[0]
-            return False
+        finally:
+            self._extension = None
+            extension.is_over.set()
+        failures = [answer for answer in answers if isinstance(answer, Exception)]
+        if failures:
+            raise failures[0]
+        return False
 
     def may_extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
         """Does its name stand for it, and on these workers for nothing?"""
@@ -117,7 +127,7 @@ class AdapterRollout:
         """Remove a name's adapters from all workers that have them. Raises ModelNotFoundError if
         none has, and what the first worker raises that cannot.
         """
-        async with self._asked():
+        async with self._asked(name):
             workers = [worker for worker in self._ready() if _digest_of(worker, name)]
             if not workers:
                 raise ModelNotFoundError(
@@ -133,13 +143,16 @@ class AdapterRollout:
             await self._until(lambda: not any(_digest_of(w, name) for w in self._ready()))
 
     @asynccontextmanager
-    async def _asked(self) -> AsyncIterator[None]:
-        """Have the turn of a change that is asked for."""
+    async def _asked(self, name: str) -> AsyncIterator[None]:
+        """Have the turn of a change of a name that is asked for."""
         self._num_asked += 1
-        for loading in self._extending:
+        extension = self._extension
+        for loading in extension.loads if extension is not None else ():
             loading.cancel()
         try:
             async with self._lock:
+                if extension is not None and extension.name == name:
+                    await extension.is_over.wait()
                 yield
         finally:
             self._num_asked -= 1

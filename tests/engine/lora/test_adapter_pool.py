@@ -8,7 +8,7 @@ import pytest
 
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.lora_types import LoRARequest
-from pdserve_engine.core.adapters import AdapterPool
+from pdserve_engine.core.adapters import NAMES_PER_ADAPTER, AdapterPool
 from pdserve_engine.core.executor import PackedAdapter
 from pdserve_engine.request.request import Request
 from support.clock import Clock
@@ -204,3 +204,16 @@ def test_in_any_order_no_request_loses_its_adapter_and_memory_is_bounded(seed: i
     for name in {each.name for each in stage.pool.listed.adapters if each.name}:
         stage.pool.remove(name)
     assert stage.store.digests == set()
+
+
+def test_names_are_bounded() -> None:
+    stage = Stage(max_loras=1)
+    for number in range(NAMES_PER_ADAPTER):
+        stage.add(f"{number}", "x")
+    for digest in ("x", "y"):
+        with pytest.raises(FailedPreconditionError, match="'more' is one too many"):
+            stage.add("more", digest)
+    stage.add("0", "x")
+    stage.pool.remove("1")
+    stage.add("more", "x")
+    assert len(stage.pool.listed.adapters) == NAMES_PER_ADAPTER

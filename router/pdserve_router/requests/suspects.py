@@ -1,0 +1,78 @@
+"""Requests that may be why workers died.
+
+A worker that dies does not say under which of its requests. What ends a worker ends the next one
+too, at the same place: so a request under which two died, and that brought no token from the
+second, is at fault if it is the only one, or has lost more than the others. If there are several,
+each is tried alone: one such request is on workers at a time, until it has an answer from them or
+they die under it.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
+from pdserve_router.workers.worker_client import WorkerClient
+
+# Workers that die under a request before it can be ended for that.
+NUM_DEATHS = 2
+
+
+class Suspect(Protocol):
+    """A request's `Recovery`."""
+
+    # Workers that ended under it with a word of a death, since it brought more than a few tokens;
+    # and their epochs then.
+    ended: list[tuple[WorkerClient, str]]
+    is_suspect: bool
+    # The one that died under its current attempt, if it brought no token of it and that is not
+    # judged yet.
+    died_at: WorkerClient | None
+    # When.
+    lost_at: float
+
+
+def is_death(error: EngineError) -> bool:
+    """Did a request end as its worker did?"""
+    return error.code is ErrorCode.ENGINE_DEAD and error.fault is ErrorFault.WORKER
+
+
+def num_deaths(suspect: Suspect) -> int:
+    """Return how many of those workers are gone indeed, or are others by now."""
+    return sum(not worker.is_ready or epoch_of(worker) != epoch for worker, epoch in suspect.ended)
+
+
+def epoch_of(worker: WorkerClient) -> str:
+    """Of the process that a worker is now."""
+    return worker.info.epoch if worker.info is not None else ""
+
+
+def is_to_be_judged(suspect: Suspect) -> bool:
+    """Is it not to be sent again before `find_at_fault` has seen it?"""
+    return suspect.died_at is not None and len(suspect.ended) >= NUM_DEATHS
+
+
+def find_at_fault(
+    suspects: Iterable[Suspect], now: float, *, settle_s: float
+) -> list[tuple[Suspect, WorkerClient]]:
+    """Return those of all lost requests that are to be ended, with the workers that died under
+    them. Others that may be at fault are suspects from now on. A worker's death is looked at after
+    `settle_s`, when all that had requests there have been told.
+    """
+    by_worker: dict[WorkerClient, list[Suspect]] = {}
+    for each in suspects:
+        if each.died_at is not None and is_to_be_judged(each):
+            by_worker.setdefault(each.died_at, []).append(each)
+    found = []
+    for worker, lost in by_worker.items():
+        if now - max(each.lost_at for each in lost) < settle_s:
+            continue
+        for each in lost:
+            each.died_at = None
+        suspected = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
+        for each in suspected:
+            each.is_suspect = True
+        most = max(map(num_deaths, suspected), default=0)
+        worst = [each for each in suspected if num_deaths(each) == most]
+        if len(worst) == 1:
+            found.append((worst[0], worker))
+    return found

@@ -1,0 +1,77 @@
+"""Which requests workers died under."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pdserve_common.engine_types import WorkerRole
+from pdserve_router.requests import suspects
+from pdserve_router.requests.suspects import is_to_be_judged
+from support.engine_info import make_info
+from support.stub_worker import StubWorker
+
+SETTLE_S = 0.05
+find_at_fault = partial(suspects.find_at_fault, settle_s=SETTLE_S)
+
+
+@dataclass
+class Lost:
+    ended: list[tuple[Any, str]]
+    died_at: Any
+    is_suspect: bool = False
+    lost_at: float = 0.0
+
+
+@dataclass
+class Workers:
+    made: list[Any] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.made.append(StubWorker(WorkerRole.DECODE, info=make_info()))
+            self.made[-1].is_ready = False
+            yield self.made[-1]
+
+
+@pytest.fixture
+def workers() -> Iterator[Any]:
+    return iter(Workers())
+
+
+def lost(*ended: Any, at: float = 0.0) -> Lost:
+    return Lost([(each, each.info.epoch) for each in ended], ended[-1], lost_at=at)
+
+
+def test_the_only_one_of_two_deaths_is_at_fault(workers: Iterator[Any]) -> None:
+    first, second, third = (next(workers) for _ in range(3))
+    culprit, others = lost(first, second), [lost(second), lost(third, third)]
+    others[1].died_at = None  # it has had tokens of that one
+    assert [is_to_be_judged(each) for each in (culprit, *others)] == [True, False, False]
+    assert find_at_fault([culprit, *others], SETTLE_S / 2) == [], "others may follow"
+    assert find_at_fault([culprit, *others], 2 * SETTLE_S) == [(culprit, second)]
+    assert not any(each.is_suspect for each in others)
+
+
+def test_of_several_each_is_tried_and_nobody_is_judged_twice(workers: Iterator[Any]) -> None:
+    first, second = next(workers), next(workers)
+    both = [lost(first, second), lost(first, second)]
+    assert find_at_fault(both, 1.0) == []
+    assert all(each.is_suspect for each in both)
+    assert find_at_fault(both[:1], 1.0) == []
+
+
+def test_the_one_that_lost_most_is_at_fault(workers: Iterator[Any]) -> None:
+    first, second, third = (next(workers) for _ in range(3))
+    culprit, other = lost(first, second, third), lost(first, third)
+    assert find_at_fault([other, culprit], 1.0) == [(culprit, third)]
+
+
+def test_workers_that_only_say_so_have_not_died(workers: Iterator[Any]) -> None:
+    first, second = next(workers), next(workers)
+    second.is_ready = True
+    suspect = lost(first, second)
+    assert find_at_fault([suspect], 1.0) == []
+    assert not suspect.is_suspect
