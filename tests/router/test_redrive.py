@@ -460,3 +460,22 @@ async def test_what_only_drains_ends_with_the_last_attempt_of_the_wire(make_queu
     assert not queue.is_spent(request)
     request.recovery.num_redrives = MAX_ATTEMPT
     assert queue.is_spent(request)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_a_token_beside_a_refusal_for_want_of_room_costs_nothing(
+    make_queue, num_tokens: int
+) -> None:
+    """P's first token may come behind D's word that it has no room."""
+    pool, clock = OnePairPool(step_tokens=8), Clock()
+    queue = make_queue(pool, max_redrives=1, clock=clock)
+    lost = lost_request("a", SentRequest)
+    lost.recovery.forget()
+    no_room = EngineError(code=ErrorCode.OVERLOADED, message="no room", is_retryable=True)
+    route = Route(prefill=pool.prefill[0], decode=pool.decode[0])
+    lost.recovery.add(route, pool.decode[0], no_room, reason="overloaded", now=clock())
+    if num_tokens:
+        lost.recovery.note_tokens(num_tokens)
+    assert not queue.is_spent(lost)
+    clock.now_s += 2
+    assert queue.is_spent(lost)

@@ -180,7 +180,8 @@ class Recovery:
     def note_tokens(self, num_new: int) -> None:
         """The answer goes on."""
         self._num_idle = 0
-        self.overloaded_at = None
+        # P's first token may come when D has said already that it has no room.
+        self.overloaded_at = self.lost_at if self.is_overloaded else None
         self._num_since_death += num_new
         if self._num_since_death >= CLEARING_TOKENS:
             self.ended.clear()
