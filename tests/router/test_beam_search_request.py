@@ -370,8 +370,9 @@ async def test_a_step_is_done_again_by_the_only_worker(stack, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("step", [0, 2])
-async def test_no_other_weights_go_on_with_a_search(start_stack, step) -> None:
-    async with start_stack(prefill=0, decode=2, max_redrives=1) as stack:
+async def test_no_other_weights_go_on_with_a_search(start_stack, step, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.requests.redrive.REUSE_DELAY_S", 0.0)
+    async with start_stack(prefill=0, decode=2, redrive_wait_s=1.0) as stack:
         second = stack.decodes[1]
         second.info = replace(second.info, weights_digest="b" * 64, epoch="1" * 32)
         second.cut()
@@ -380,7 +381,7 @@ async def test_no_other_weights_go_on_with_a_search(start_stack, step) -> None:
         TwoWorkers(stack, step, fail)
         output = await generate(stack)
         assert not second.requests
-        assert output.metrics.num_redrives == 1
+        assert output.metrics.num_redrives > 0
         assert error_of(output) == (core.ERROR_CODE_OVERLOADED, "broken on purpose")
 
 

@@ -65,6 +65,11 @@ class Network:
         """Return where a process runs, as `ip netns` names it."""
         return f"{PREFIX}{self._id}-{name}"
 
+    def command(self, name: str) -> list[str]:
+        """Return what to put in front of a command, so that it runs at `name`. It keeps its pid."""
+        everywhere = ["env", "UCX_NET_DEVICES=all"]  # other tests are kept from these devices
+        return ["ip", "netns", "exec", self.namespace(name), *everywhere]
+
     def partition(self, one: str, other: str) -> None:
         """Drop silently whatever the two send to each other, until `heal`."""
         for name, peer in ((one, other), (other, one)):
