@@ -135,6 +135,14 @@ def test_the_chart_is_of_this_version() -> None:
             {"autoscaling": KEDA, "worker": {"autoscaling": {"maxPeers": 1}}},
             "autoscaling.maxPeers of prefill times that of decode must be at least 2",
         ),
+        (
+            {"decode": {"rollingUpdate": {"maxSurge": "0%", "maxUnavailable": 0}}},
+            "decode: rollingUpdate.maxSurge and maxUnavailable are both 0",
+        ),
+        (
+            {"router": {"podDisruptionBudget": {"enabled": True, "maxUnavailable": 0}}},
+            "router: podDisruptionBudget.maxUnavailable is 0",
+        ),
     ],
     ids=lambda value: None if isinstance(value, dict) else value.replace(" ", "-"),
 )
