@@ -33,6 +33,9 @@ ROUTER_MODULES = ("pdserve_router.__main__", "pdserve_router.server")
 # A process id, then a status as `waitpid` returns it.
 NUMBER = struct.Struct("!q")
 MAX_JOB_BYTES = 1 << 17
+# For a fork server's imports, however busy the machine is, and for its end.
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 60.0
 # Where `ip netns` keeps network namespaces.
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
@@ -69,6 +72,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
         self.returncode = None
         self.stdin = self.stdout = self.stderr = None
         self._status, theirs = socket.socketpair()
+        self._status.settimeout(START_TIMEOUT_S)
         if has_stdin:
             stdin, ours = os.pipe()
             self.stdin = os.fdopen(ours, "wb", buffering=0)
@@ -127,7 +131,7 @@ class _Server:
     def close(self) -> None:
         """Wait for its end, so that its time is counted as ours."""
         self._control.close()
-        self._process.wait()
+        self._process.wait(END_TIMEOUT_S)
 
     def send(self, job: Job, fds: Sequence[int]) -> None:
         socket.send_fds(self._control, [json.dumps(job).encode()], fds)

@@ -186,7 +186,7 @@ class GrammarCompiler:
             start = self._clock()
             try:
                 self._serve(job)
-            except Exception:
+            except Exception:  # of what handles failures, too: this thread serves everybody
                 logger.exception("a defect in the grammar compiler costs one grammar")
                 self._forget(job)
                 if not job.future.done():
@@ -215,7 +215,7 @@ class GrammarCompiler:
         except PdserveError as error:
             self._forget(job)
             self._fail(job, error)
-        except Exception as error:
+        except Exception as error:  # whatever a library raises costs the one who asked
             logger.exception("a defect in the grammar compiler costs one grammar")
             self._drop_process()  # an answer to this job may still come from it
             self._forget(job)

@@ -66,7 +66,7 @@ class StepProfiler:
                 stopped.export_chrome_trace(plain.name)
                 with open(plain.name, "rb") as trace, gzip.open(path, "wb") as packed:
                     shutil.copyfileobj(trace, packed)
-        except BaseException:
+        except BaseException:  # whatever it is: it goes on, and leaves no file behind
             path.unlink(missing_ok=True)
             if made is not None:
                 shutil.rmtree(made, ignore_errors=True)

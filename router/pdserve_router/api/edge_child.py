@@ -52,7 +52,7 @@ def be_template(control: socket.socket, settings: dict[str, Any]) -> NoReturn:
     try:
         _copy_for_each(control, settings)
         os._exit(0)
-    except BaseException:
+    except BaseException:  # whatever it is: a fork must not go on with what the router does
         traceback.print_exc()
         os._exit(1)
 
