@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 # A failed assertion of a harness says as much as one of a test.
 pytest.register_assert_rewrite("support")
 
+from pdserve_common import processes  # noqa: E402
+from support import fork_server  # noqa: E402
 from support.certificates import CertificateAuthority  # noqa: E402
 from support.hub import FakeHub  # noqa: E402
 from support.models import (  # noqa: E402
@@ -37,6 +39,14 @@ settings.load_profile("pdserve")
 # UCX takes all network devices that it finds at its start, and READs hang when one of them is gone.
 # Those of the fault tests' networks come and go beside other tests.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    """The children of engines and routers in this process are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "spawn", fork_server.spawn)
+        yield
 
 
 @pytest.fixture(scope="session")

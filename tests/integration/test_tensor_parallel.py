@@ -165,7 +165,7 @@ async def test_so_they_do_with_adapters(
 
 def ranks_of(stack: RunningStack, name: str) -> list[psutil.Process]:
     service = psutil.Process(stack.process(name).pid)
-    return [p for p in service.children() if "pdserve_engine.executor.rank" in p.cmdline()]
+    return [p for p in service.children() if p.name().endswith("executor.rank")]
 
 
 @pytest.mark.parametrize("num_losses", [2, pytest.param(NUM_SOAK_LOSSES, marks=pytest.mark.soak)])

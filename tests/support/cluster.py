@@ -21,7 +21,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.controls import ControlError, Controls
-from support.fork_server import ForkedProcess, Job
+from support.fork_server import Job, fork_service
 from support.metrics import scrape
 from support.network import CLIENT, Network
 from support.waiting import wait_until_stopped
@@ -93,7 +93,7 @@ class Member:
         self.is_stopped = self.is_killed = False
         with self.log_path.open("ab") as log:
             # It ends when this pipe does: with us, whatever happens to us.
-            self.process = ForkedProcess(self.job, log=log, has_stdin=True)
+            self.process = fork_service(self.job, log=log, has_stdin=True)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""

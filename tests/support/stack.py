@@ -25,7 +25,7 @@ from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.worker_client import WorkerClient
-from support.fork_server import ForkedProcess, Job
+from support.fork_server import Job, fork_service
 from support.metrics import scrape, total
 from support.waiting import stop_process
 
@@ -44,7 +44,7 @@ class ForkedService(ServiceProcess):
     """One that has its imports from a fork server."""
 
     def _launch(self, log: BinaryIO, env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        return ForkedProcess(Job(self.module, self.flags, env, namespace=""), log=log)
+        return fork_service(Job(self.module, self.flags, env), log=log)
 
 
 class RunningStack(Stack):

@@ -7,11 +7,11 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
+from pdserve_common import processes
 from pdserve_common.engine_client import (
     NO_TENSORS,
     EngineState,
@@ -372,10 +372,9 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
     """Start an engine process. It dies with the thread that calls this, where the system can."""
     ours, theirs = socket.socketpair()
     fd = theirs.fileno()
-    command = [sys.executable, "-m", "pdserve_engine.clients", str(fd)]
     with theirs:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,))
+            process = processes.spawn("pdserve_engine.clients", [str(fd)], pass_fds=(fd,))
         except OSError:
             ours.close()
             raise

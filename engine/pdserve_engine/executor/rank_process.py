@@ -3,9 +3,9 @@
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
+from pdserve_common import processes
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.frames import FrameCodec
 
@@ -32,9 +32,9 @@ class RankProcess:
         self.steps, steps = socket.socketpair()
         with calls, steps:
             fds = [calls.fileno(), steps.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve_engine.executor.rank", *map(str, fds), cores],
-                stdin=subprocess.DEVNULL,
+            self._process = processes.spawn(
+                "pdserve_engine.executor.rank",
+                [*map(str, fds), cores],
                 pass_fds=[*fds, *descriptors],
             )
 

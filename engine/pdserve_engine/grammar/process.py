@@ -4,8 +4,8 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 
+from pdserve_common import processes
 from pdserve_engine.grammar.child import MAX_WALL_S
 from pdserve_engine.grammar.messages import (
     READY,
@@ -27,9 +27,9 @@ class CompilerProcess:
     def __init__(self) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve_engine.grammar", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+            self._process = processes.spawn(
+                "pdserve_engine.grammar",
+                [str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 # It forks, so it must have one thread.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},

@@ -13,14 +13,13 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
+from pdserve_common import processes
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY, be_template
@@ -292,11 +291,10 @@ def fork_template(settings: EdgeSettings) -> TemplateProcess:
 
 def _start_template(settings: EdgeSettings) -> TemplateProcess:
     control, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "pdserve_router.api.edge_child", str(theirs.fileno())]
     with theirs:
-        process = subprocess.Popen(
-            [*command, settings.to_json()],
-            stdin=subprocess.DEVNULL,
+        process = processes.spawn(
+            "pdserve_router.api.edge_child",
+            [str(theirs.fileno()), settings.to_json()],
             pass_fds=(theirs.fileno(),),
             env={**os.environ, **_ENVIRONMENT},
         )
