@@ -120,7 +120,7 @@ fuzz: $(DEV_INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; 
 	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 		seed=$${FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
 		echo "FUZZ_SEED=$$seed FUZZ_FACTOR=$(FUZZ_FACTOR)"; \
-		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(PYTEST) -q -n 2 --dist loadfile \
+		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(PYTEST) -q --forks 2 \
 			--hypothesis-seed=$$seed tests/fuzz || exit 1; \
 	done
 

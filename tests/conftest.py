@@ -28,7 +28,7 @@ from support.models import (  # noqa: E402
     save_preprocessor_config,
 )
 
-pytest_plugins = ["support.run_log"]
+pytest_plugins = ["support.run_log", "support.forks"]
 
 # The same examples in every run, on a machine however busy: a run must not fail by chance.
 settings.register_profile(

@@ -183,8 +183,7 @@ def pytest_command(part: Part, options: argparse.Namespace, log: Path) -> list[s
     command += ["-o", "faulthandler_exit_on_timeout=true", "-o", f"faulthandler_timeout={HANG_S}"]
     command += [f"--ignore={path}" for path in part.ignored]
     if part.num_processes:
-        command += ["-n", str(part.num_processes), "--dist=loadfile", "--no-loadscope-reorder"]
-        command += ["--max-worker-restart=0"]
+        command += ["--forks", str(part.num_processes)]
     if options.shuffle is not None:
         command.append(f"--shuffle={options.shuffle}")
     return command + options.pytest
@@ -256,8 +255,6 @@ def take_line(line: dict, result: Result, progress: Progress) -> None:
     if "ids" in line:
         result.num_collected = len(line["ids"])
         progress.collected(line["ids"])
-    elif "died" in line:
-        result.problems.append(f"a process of tests died: {line['died']}")
     else:
         name = line["id"]
         test = result.tests.setdefault(name, Test())

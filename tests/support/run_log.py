@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,10 @@ import pytest
 
 # Seconds of each file on an idle machine of two cores. `tools/run_tests.py --record` writes it.
 DURATIONS = Path(__file__).parents[1] / "durations.json"
+
+
+# The plugin's name.
+RUN_LOG = "run-log"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,9 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--run-log")
-    # xdist's processes of tests tell their parent, which writes for all.
-    if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(RunLog(path))
+    if path is not None:
+        config.pluginmanager.register(RunLog(path), RUN_LOG)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,33 +36,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class RunLog:
-    """Write a line of JSON for each report of a test and for each process of tests that died."""
+    """Write a line of JSON for each report of a test."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
-        self._has_told_ids = False
 
     def _write(self, **line: Any) -> None:
         self._file.write(json.dumps(line) + "\n")
 
-    def _write_ids(self, ids: Sequence[str]) -> None:
-        if not self._has_told_ids:
-            self._write(ids=list(ids))
-            self._has_told_ids = True
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Without xdist, whose own session collects nothing."""
-        if session.items:
-            self._write_ids([item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: object, ids: Sequence[str]) -> None:
-        self._write_ids(ids)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        if error:
-            self._write(died=f"{node.gateway.id}: {error}")
+        self._write(ids=[item.nodeid for item in session.items])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -25,6 +25,7 @@ from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.worker_client import WorkerClient
+from support import forks
 from support.fork_server import Job, fork_service
 from support.metrics import scrape, total
 from support.waiting import stop_process
@@ -192,7 +193,7 @@ class RunningStack(Stack):
 
 def own_ports() -> range:
     """Return ports that no other process of this run takes between our look and our bind."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    number = int(os.environ.get(forks.NUMBER, 0))
     share = len(FREE_PORTS) // MAX_PROCESSES
     first = FREE_PORTS.start + number % MAX_PROCESSES * share
     return range(first, first + share)
