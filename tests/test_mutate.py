@@ -40,6 +40,7 @@ CHANGES = {
     "logger.info('text %d', 1)": set(),
     "a: Literal[1]": set(),
     "return None": set(),
+    "return True": {"return False"},
     "while True:\n        a = b": {"while False:\n        a = b"},
 }
 PRODUCT = """\
@@ -52,12 +53,17 @@ def is_large(number: int) -> bool:
     return False
 
 
+def bounded(number: int) -> int:
+    return min(number, 3)
+
+
 def unused() -> int:
     return 1
 """
 TESTS = """
-from pdserve_sums.sums import is_large
+from pdserve_sums.sums import bounded, is_large
 
+def test_bounded(): assert bounded(2) == 2 and bounded(9) < 9
 def test_large(): assert is_large(5)
 def test_small(): assert not is_large(2)
 def test_limit(): assert not is_large(3)
@@ -177,10 +183,7 @@ def test_changes_that_no_test_notices_are_told(run: Run, tmp_path: Path) -> None
     assert status == 0, out
     assert "test_fails fails without a change" in out
     kept = results(tmp_path / "kept.json")
-    assert {change for change, result in kept.items() if result == "survived"} == {
-        # Falsy as well.
-        "return False -> return None"
-    }
+    assert {change for change, result in kept.items() if result == "survived"} == {"3 -> 4"}
     assert {change for change, result in kept.items() if result == "unreached"} == {
         "return 1 -> return None",
         "1 -> 2",
@@ -200,7 +203,7 @@ def test_what_was_noticed_and_is_no_longer_fails(run: Run, tmp_path: Path) -> No
         mutate.Mutant("sums", file, 5, mutations.Change(*change, nth=0), "killed", "test_limit")
         for change in (
             ("is_large", "compare", "number > LIMIT", "number >= LIMIT"),
-            ("is_large", "return", "return True", "return None"),
+            ("is_large", "constant", "True", "False"),
             ("is_large", "compare", "number == LIMIT", "number != LIMIT"),
         )
     ]

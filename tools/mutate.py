@@ -604,7 +604,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--number", type=int, default=40, help="how many, over all areas")
     parser.add_argument("--minutes", type=float, default=1e9, help="end after so many")
     parser.add_argument(
-        "--budget", type=float, default=40.0, help="seconds of tests for a mutant, quickest first"
+        "--budget", type=float, default=120.0, help="seconds of tests for a mutant, quickest first"
     )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the list there as well")
     parser.add_argument(

@@ -151,7 +151,8 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
             yield "while", _with(node, test=ast.Constant(False))
         case ast.comprehension(ifs=[_, *_]):
             yield "filter", _with(node, ifs=[])
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+        # Of True and False None is no more than the other one.
+        case ast.Return(value=ast.expr() as value) if not _is_single(value):
             yield "return", ast.Return(ast.Constant(None))
         case ast.Break():
             yield "break", ast.Continue()
@@ -177,6 +178,10 @@ def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
         or (isinstance(each, ast.Constant) and isinstance(each.value, str | bytes))
         for each in operands
     )
+
+
+def _is_single(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
 
 
 def _text(node: ast.AST) -> str:
