@@ -20,8 +20,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 # A test that hangs ends its process, which prints where its threads are, and fails.
 PYTEST := $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true -o faulthandler_timeout=1800
 RUN_TESTS := $(BIN)/python tools/run_tests.py
-# How often `make test-flaky` runs all.
-N ?= 3
+SEED ?= 1
 SANITIZED := .bench/sanitized-kernels
 CRDS := .crds/.installed
 CLIENTS := .clients/.installed
@@ -38,7 +37,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-flaky test-live test-ci test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars gpu-wheels images test-images protos chart pictures lint format typecheck clean
+.PHONY: help install run up test test-fast test-flaky mutants test-live test-ci test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars gpu-wheels images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -74,7 +73,10 @@ test-fast: $(DEV_INSTALLED) ## Run the tests that take a second or less each
 	@$(RUN_TESTS) --fast
 
 test-flaky: $(DEV_INSTALLED) ## Run all N=3 times in random order beside busy cores, and list what failed in any
-	@$(RUN_TESTS) --flaky $(N)
+	@$(RUN_TESTS) --flaky $(or $(N),3)
+
+mutants: $(DEV_INSTALLED) ## Change N=40 places of AREAS, by SEED=1, or those of AGAINST=tests/mutants.json; list what no test notices
+	$(BIN)/python tools/mutate.py $(AREAS) --seed $(SEED) --number $(or $(N),40) $(if $(AGAINST),--against $(AGAINST))
 
 test-live: $(DEV_INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
 	@sh tests/live/install.sh
@@ -193,4 +195,4 @@ typecheck: $(DEV_INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(PEERS) .bench .tests .run .clients .crds .gpu-wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .tests .run .clients .crds .gpu-wheels .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

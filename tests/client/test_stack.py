@@ -17,6 +17,7 @@ from pdserve_engine.clients.inproc import HAND_BACK_TIMEOUT_S
 from pdserve_router.api.http_server import CUT_TIMEOUT_S
 from pdserve_router.server import CLOSE_GRACE_S
 from pdserve_worker.process import ENGINE_CLOSE_TIMEOUT_S, STOP_GRACE_S
+from support.clock import Clock
 
 MakeStack = Callable[..., Stack]
 
@@ -249,23 +250,13 @@ def test_a_stack_listens_on_an_ipv6_address(make_stack: MakeStack) -> None:
     assert stack.grpc_address == f"[::1]:{stack.grpc_port}"
 
 
-class Clock:
-    """A clock that stands until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_pauses_double_until_a_service_is_given_up() -> None:
     restarts = Restarts(clock=(clock := Clock()))
     pauses = []
     while (pause_s := restarts.plan()) is not None:
         assert restarts.is_planned
         assert not restarts.is_due
-        clock.now += pause_s
+        clock.now_s += pause_s
         assert restarts.is_due
         restarts.started()
         assert not restarts.is_planned
@@ -278,7 +269,7 @@ def test_ends_before_the_window_do_not_count() -> None:
     for _ in range(3 * MAX_RESTARTS):
         assert restarts.plan() == FIRST_PAUSE_S
         restarts.started()
-        clock.now += WINDOW_S + 1
+        clock.now_s += WINDOW_S + 1
 
 
 @pytest.fixture
@@ -330,7 +321,7 @@ def test_a_service_is_started_again_until_it_ends_too_often(
         assert f"restart {i + 1} of {MAX_RESTARTS} in 10 minutes (log: {service.log_path})" in line
         assert list(stack.restart_ended()) == []
         assert service.process is before
-        clock.now += 2.0**i
+        clock.now_s += 2.0**i
         assert list(stack.restart_ended()) == []
         assert service.process is not before
     end(service)

@@ -173,9 +173,11 @@ async def test_an_extension_holds_up_only_changes_of_its_own_name(
     rollout = AdapterRollout(stage.pool, workers)
     adapter = dataclasses.replace(await rollout.load(LORA, num_workers=1), path="x")
     others = [worker for worker in stage.workers if worker not in workers.holders(NEW)]
+    assert not await rollout.extend(dataclasses.replace(adapter, digest=OLD), others)
     workers.hanging = {worker.address for worker in others}
     extending = asyncio.create_task(rollout.extend(adapter, others))
     await asyncio.sleep(0.01)
+    assert not await rollout.extend(adapter, others)
     may_answer = asyncio.Event()
     remove = workers.remove_lora
 

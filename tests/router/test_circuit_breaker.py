@@ -1,13 +1,7 @@
 import pytest
 
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 @pytest.fixture
@@ -48,7 +42,7 @@ def test_failures_of_what_was_under_way_do_not_make_it_longer(breaker) -> None:
 def test_it_stays_open_until_it_is_closed(breaker, clock) -> None:
     fail(breaker, 3)
     breaker.report_success()  # of what was under way
-    clock.now += 100
+    clock.now_s += 100
     assert breaker.is_open
     assert breaker.retry_in_s == 0
     breaker.close()
@@ -63,7 +57,7 @@ def test_failing_trials_double_the_backoff_up_to_thirty_seconds(breaker, clock) 
     waits = []
     for _ in range(7):
         waits.append(breaker.retry_in_s)
-        clock.now += breaker.retry_in_s
+        clock.now_s += breaker.retry_in_s
         breaker.open()
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 

@@ -208,6 +208,16 @@ async def test_it_attaches_again_after_a_loss(link) -> None:
     assert len(link.worker.hellos) == 2
 
 
+async def test_a_link_that_held_is_replaced_at_once() -> None:
+    hour_s = 3600.0
+    timings = dataclasses.replace(TIMINGS, min_backoff_s=hour_s, max_backoff_s=hour_s)
+    async with Link(timings=timings) as link:
+        await until(lambda: link.worker.num_heartbeats > 3)
+        link.worker.cut()
+        await until(lambda: len(link.worker.hellos) == 2)
+        await link.ready()
+
+
 async def test_it_attaches_to_a_worker_that_comes_back(link) -> None:
     await link.ready()
     await link.worker.stop()

@@ -24,6 +24,7 @@ from pdserve_engine.grammar.manager import (
 )
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import SPECIAL
+from support.clock import Clock
 from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids, hold_masks
 from support.samples import seeds
 
@@ -55,13 +56,6 @@ PATTERNS = (
     '\\{"x": -?[0-9]{1,3}(, "y": "[ -!#-~]*")?\\}',
     "([0-9]{1,3}\\.){3}[0-9]{1,3}",
 )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Manager(StructuredOutputManager):
@@ -303,7 +297,7 @@ def test_a_row_that_stays_late_is_an_error(
     blocked = threading.Event()
     hold_masks(manager, blocked, slow_only=True)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
-    clock.now += MAX_LATE_S + 1
+    clock.now_s += MAX_LATE_S + 1
     masks = manager.take([0])
     assert masks is not None
     assert not masks.late
