@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdserve_common import defects
 from pdserve_common.call_thread import CallThread
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, RequestFailedError
@@ -237,7 +238,13 @@ class StructuredOutputManager:
         """Return what has to follow these tokens, nothing if they do not fit."""
         row.turn_s = 0.0
         self._do(row, partial(self._accept, row, token_ids))
-        return () if row.error is not None else self._find_forced(row)
+        if row.error is not None:
+            return ()
+        try:
+            return self._find_forced(row)
+        except BaseException as error:
+            row.error = _defect(error)
+            return ()
 
     def _make_mask(self, row: _Row) -> None:
         self._do(row, partial(self._fill, row))
@@ -256,6 +263,8 @@ class StructuredOutputManager:
             row.error = error
         except RuntimeError as error:  # the library's own checks
             row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
+        except BaseException as error:
+            row.error = _defect(error)
         finally:
             row.turn_s += self._cpu_clock() - start
 
@@ -299,6 +308,14 @@ class StructuredOutputManager:
         which there is none, or that is only reached after SLOW_S.
         """
         masks: list[Bitmask] = []
+        try:
+            self._fill_behind(row, drafts, masks)
+        except BaseException as error:
+            row.error = _defect(error)
+            masks.clear()
+        return masks
+
+    def _fill_behind(self, row: _Row, drafts: Sequence[int], masks: list[Bitmask]) -> None:
         matcher, num_accepted, start = row.matcher, 0, self._cpu_clock()
         try:
             for token_id in drafts:
@@ -314,7 +331,6 @@ class StructuredOutputManager:
         except RuntimeError:  # the library's own checks: it will fail on the token itself
             pass
         matcher.rollback(num_accepted)
-        return masks
 
     def _fill(self, row: _Row) -> None:
         if row.matcher.is_terminated:
@@ -325,6 +341,11 @@ class StructuredOutputManager:
             raise RequestFailedError(
                 f"no token continues the {row.num_tokens} so far as structured_outputs ask for"
             )
+
+
+def _defect(error: BaseException) -> PdserveError:
+    defects.record("grammar", error, "one request")
+    return RequestFailedError(f"structured_outputs have failed: {error!r}")
 
 
 def _too_slow(late_s: float) -> PdserveError:

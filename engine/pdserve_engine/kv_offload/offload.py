@@ -7,8 +7,6 @@ it is copied, or copied faster than it is written, is dropped, and offered again
 finds it in the pool.
 """
 
-import functools
-import logging
 import threading
 import time
 from collections import deque
@@ -16,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve_common import defects
 from pdserve_common.block_hash import ROOT_HASH
+from pdserve_common.call_thread import CallThread
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv.block_pool import BlockPool, KVCacheBlock
@@ -28,8 +28,6 @@ from pdserve_engine.kv_transfer.ports import (
     PrefixEnded,
 )
 from pdserve_engine.request.request import Request
-
-logger = logging.getLogger(__name__)
 
 # Blocks that wait to be copied are this share of the pool at most, and no more than so many.
 MAX_HELD_SHARE = 0.25
@@ -127,17 +125,10 @@ class KVOffload:
         self._events: list[KVEvent] = []
         self._is_closed = False
         self._show_tiers()
-        copiers = open_copier(), open_copier()
-        runs: dict[str, Callable[[], None]] = {
-            "kv-copy": functools.partial(self._run_copies, copiers[0]),
-            "kv-write": self._run_writes,
-            "kv-load": functools.partial(self._run_loads, copiers[1]),
-        }
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True) for name, run in runs.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._read_copier, self._write_copier = open_copier(), open_copier()
+        self._copies = CallThread("kv-copy")
+        self._writes = CallThread("kv-write")
+        self._reads = CallThread("kv-load")
 
     # ---- the KVCacheManager's BlockStore
 
@@ -164,8 +155,8 @@ class KVOffload:
                     store = _Store(block_hash, parent, blocks[index].block_id)
                     self._stores[block_hash] = store
                     self._to_copy.append(store)
+                    self._post(self._copies, self._copy_next)
                 parent = block_hash
-            self._changed.notify_all()
 
     @property
     def _home(self) -> KVTier | None:
@@ -245,7 +236,7 @@ class KVOffload:
         with self._changed:
             self._loads[request] = load
             self._to_load.append(load)
-            self._changed.notify_all()
+            self._post(self._reads, self._load_next)
         return self._timeout_s + len(load.block_ids) * self._block_bytes / MIN_BYTES_PER_S
 
     def request_finished(
@@ -292,17 +283,17 @@ class KVOffload:
         """Store what was offered, for a bounded time; then the threads end. Requests have ended."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
         deadline = self._clock() + CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
+        # What is copied has yet to be written.
+        threads = (self._copies, self._writes, self._reads)
+        have_ended = [thread.close(max(0.0, deadline - self._clock())) for thread in threads]
         with self._changed:
             # The pool's memory goes now: what is copied from here on is no block's.
             for store in self._stores.values():
                 store.is_cancelled = True
             for load in self._loads.values():
                 load.is_cancelled = True
-        if not any(thread.is_alive() for thread in self._threads):
+        if all(have_ended):
             for tier in self._tiers:
                 tier.close()
 
@@ -312,23 +303,26 @@ class KVOffload:
 
     # ---- the threads that store
 
-    def _run_copies(self, copier: Copier) -> None:
-        while (store := self._next_copy()) is not None:
-            content = None
-            try:
-                if self._is_wanted(store):
-                    content = copier.read(store.block_id)
-            except Exception:  # whatever a device may raise: the engine goes on without a copy
-                logger.exception("a KV block could not be copied")
-            if self._end_copy(store, content):
-                self._wakeup()
+    def _post(self, thread: CallThread, call: Callable[[], None]) -> None:
+        thread.post(call, "kv_offload", costs="what is known of a KV block's copy")
+
+    def _copy_next(self) -> None:
+        store = self._next_copy()
+        if store is None:
+            return
+        content = None
+        try:
+            if self._is_wanted(store):
+                content = self._read_copier.read(store.block_id)
+        except BaseException as error:  # whatever a device may raise
+            defects.record("kv_offload", error, "the copy of a KV block")
+        if self._end_copy(store, content):
+            self._wakeup()
 
     def _next_copy(self) -> _Store | None:
+        """None if it was given up."""
         with self._changed:
-            self._changed.wait_for(lambda: self._to_copy or self._is_closed)
-            if not self._to_copy:
-                return None
-            self._copying = self._to_copy.popleft()
+            self._copying = self._to_copy.popleft() if self._to_copy else None
             return self._copying
 
     def _is_wanted(self, store: _Store) -> bool:
@@ -344,25 +338,26 @@ class KVOffload:
         with self._changed:
             self._copying = None
             self._copied_ids.append(store.block_id)
+            self._changed.notify_all()
             if content is None:
                 del self._stores[store.block_hash]
                 self._metrics.dropped_blocks.inc(not store.is_cancelled)
             else:
                 store.content = content
                 self._to_write.append(store)
-            self._changed.notify_all()
+                self._post(self._writes, self._write_next)
             return len(self._copied_ids) == 1
 
-    def _run_writes(self) -> None:
-        while (store := self._next_write()) is not None:
-            try:
-                self._write(store)
-            except Exception:  # whatever a disk may bring: those behind it are written
-                logger.exception("a KV block could not be stored")
+    def _write_next(self) -> None:
+        with self._changed:
+            store = self._to_write.popleft()
+        try:
+            self._write(store)
             self._show_tiers()
-            with self._changed:
-                del self._stores[store.block_hash]
-                self._changed.notify_all()
+        except BaseException as error:  # whatever a disk may bring
+            defects.record("kv_offload", error, "the copy of a KV block")
+        with self._changed:
+            del self._stores[store.block_hash]
 
     def _write(self, store: _Store) -> None:
         content, store.content = store.content, None
@@ -371,40 +366,37 @@ class KVOffload:
             if tier.put(store.block_hash, store.parent, content, lambda: not store.is_cancelled):
                 self._metrics.num_bytes.labels(tier.name, "stored").inc(self._block_bytes)
 
-    def _next_write(self) -> _Store | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._to_write or (self._is_closed and not self._stores))
-            return self._to_write.popleft() if self._to_write else None
-
     # ---- the thread that loads
 
-    def _run_loads(self, copier: Copier) -> None:
-        while (load := self._next_load()) is not None:
-            num_loaded = 0
-            try:
-                for _ in self._loaded(load, copier):
-                    num_loaded += 1
-            except Exception:  # whatever a device may raise: the engine computes the blocks
-                logger.exception("a KV block could not be loaded")
-            self._end_load(load, num_loaded)
-            self._wakeup()
+    def _load_next(self) -> None:
+        load = self._next_load()
+        if load is None:
+            return
+        num_loaded = 0
+        try:
+            for _ in self._loaded(load):
+                num_loaded += 1
+        except BaseException as error:  # whatever a device may raise: the engine computes them
+            defects.record("kv_offload", error, "a prompt the KV blocks that were stored")
+        self._end_load(load, num_loaded)
+        self._wakeup()
 
     def _next_load(self) -> _Load | None:
+        """None if its request has ended, or the engine."""
         with self._changed:
-            self._changed.wait_for(lambda: self._to_load or self._is_closed)
-            if self._is_closed:
+            if self._is_closed or not self._to_load:
                 return None
             load = self._to_load.popleft()
             load.has_begun = True
             return load
 
-    def _loaded(self, load: _Load, copier: Copier) -> Iterator[None]:
+    def _loaded(self, load: _Load) -> Iterator[None]:
         """Fill the load's blocks, up to the first that no tier has."""
         parent = load.parent
         for block_hash, block_id in zip(load.block_hashes, load.block_ids, strict=True):
             if load.is_cancelled or (content := self._get(load, block_hash, parent)) is None:
                 return
-            copier.write(block_id, content)
+            self._write_copier.write(block_id, content)
             parent = block_hash
             yield
 
