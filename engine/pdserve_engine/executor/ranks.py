@@ -210,11 +210,11 @@ class Ranks:
         try:
             for rank, (cores, descriptors) in enumerate(commands):
                 self._processes.append(RankProcess(rank, cores, descriptors, self._codec))
+            started.set_result(None)
         except BaseException as error:  # whoever starts them waits for this thread
             self.kill(f"a rank cannot be started: {error}")
             started.set_exception(error)
             return
-        started.set_result(None)
         try:
             self._read_all()
         except BaseException as error:  # nobody would hear of anything any more
@@ -257,7 +257,12 @@ class Ranks:
             if len(pending.answers) < len(pending.ranks):
                 return
             del self._pending[number]
-        self._end(pending)
+        try:
+            self._end(pending)
+        except BaseException as error:  # whoever waits gets it, too
+            if not pending.future.done():
+                pending.future.set_exception(RuntimeError(f"an answer cannot be taken: {error!r}"))
+            raise
 
     def _end(self, pending: _Pending) -> None:
         answers = [pending.answers[rank] for rank in pending.ranks]

@@ -137,11 +137,9 @@ class UniprocExecutor:
         self, step: AsyncModelRunnerOutput, start: float, future: "Future[ExecutedStep]"
     ) -> None:
         try:
-            executed = self._finish(step, start)
+            future.set_result(self._finish(step, start))
         except BaseException as error:  # kept for whoever waits
             future.set_exception(error)
-        else:
-            future.set_result(executed)
 
     def _launch(self, scheduler_output: SchedulerOutput) -> tuple[AsyncModelRunnerOutput, float]:
         if self._is_broken_off:

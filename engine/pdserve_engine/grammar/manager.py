@@ -7,7 +7,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ CLOSE_TIMEOUT_S = 5.0
 MAX_FORCING_GRAMMAR_BYTES = 2 * 1024 * 1024
 ALL_ALLOWED = -1
 NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+T = TypeVar("T")
 
 
 class TokenMasks(NamedTuple):
@@ -157,6 +159,8 @@ class StructuredOutputManager:
                 token_ids = known.forced.result(max(0.0, deadline - self._clock()))
             except TimeoutError:
                 break  # what comes behind it is not there either
+            except PdserveError:
+                continue  # so is the mask, and the row ends with that
             if token_ids:
                 forced[row] = token_ids
         return forced
@@ -167,7 +171,7 @@ class StructuredOutputManager:
         """
         if (known := self._rows.get(row)) is not None:
             drafts = () if known.is_slow else drafts
-            known.ahead = known.thread.submit(lambda: self._masks_behind(known, drafts))
+            known.ahead = self._submit(known, partial(self._masks_behind, known, drafts))
 
     def take(
         self, rows: Sequence[int], assumed: Mapping[int, Sequence[int]] = NOTHING
@@ -228,9 +232,26 @@ class StructuredOutputManager:
         for index, ids in token_ids.items():
             row = self._rows[index]
             row.asked_at = self._clock()
-            row.forced = row.thread.submit(partial(self._match, row, ids))
+            row.forced = self._submit(row, partial(self._match, row, ids))
         for row in map(self._rows.__getitem__, token_ids):
-            row.ready = row.thread.submit(partial(self._make_mask, row))
+            row.ready = self._submit(row, partial(self._make_mask, row))
+
+    def _submit(self, row: _Row, turn: Callable[[], T]) -> "Future[T]":
+        """Have a turn of a row taken on its thread: the future's exception is a PdserveError, which
+        a defect is, too.
+        """
+
+        def contained() -> T:
+            try:
+                return turn()
+            except PdserveError:
+                raise
+            except BaseException as error:
+                defects.record("grammar", error, "one request")
+                row.error = RequestFailedError(f"structured_outputs have failed: {error!r}")
+                raise row.error from error
+
+        return row.thread.submit(contained)
 
     # ---- on the threads
 
@@ -238,13 +259,7 @@ class StructuredOutputManager:
         """Return what has to follow these tokens, nothing if they do not fit."""
         row.turn_s = 0.0
         self._do(row, partial(self._accept, row, token_ids))
-        if row.error is not None:
-            return ()
-        try:
-            return self._find_forced(row)
-        except BaseException as error:
-            row.error = _defect(error)
-            return ()
+        return () if row.error is not None else self._find_forced(row)
 
     def _make_mask(self, row: _Row) -> None:
         self._do(row, partial(self._fill, row))
@@ -263,8 +278,6 @@ class StructuredOutputManager:
             row.error = error
         except RuntimeError as error:  # the library's own checks
             row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
-        except BaseException as error:
-            row.error = _defect(error)
         finally:
             row.turn_s += self._cpu_clock() - start
 
@@ -308,14 +321,6 @@ class StructuredOutputManager:
         which there is none, or that is only reached after SLOW_S.
         """
         masks: list[Bitmask] = []
-        try:
-            self._fill_behind(row, drafts, masks)
-        except BaseException as error:
-            row.error = _defect(error)
-            masks.clear()
-        return masks
-
-    def _fill_behind(self, row: _Row, drafts: Sequence[int], masks: list[Bitmask]) -> None:
         matcher, num_accepted, start = row.matcher, 0, self._cpu_clock()
         try:
             for token_id in drafts:
@@ -331,6 +336,7 @@ class StructuredOutputManager:
         except RuntimeError:  # the library's own checks: it will fail on the token itself
             pass
         matcher.rollback(num_accepted)
+        return masks
 
     def _fill(self, row: _Row) -> None:
         if row.matcher.is_terminated:
@@ -341,11 +347,6 @@ class StructuredOutputManager:
             raise RequestFailedError(
                 f"no token continues the {row.num_tokens} so far as structured_outputs ask for"
             )
-
-
-def _defect(error: BaseException) -> PdserveError:
-    defects.record("grammar", error, "one request")
-    return RequestFailedError(f"structured_outputs have failed: {error!r}")
 
 
 def _too_slow(late_s: float) -> PdserveError:

@@ -209,12 +209,11 @@ class NixlTransport(PoolTransport):
                 fail=self._fail,
                 clock=self._clock,
             )
-            endpoint = self._agent.endpoint
+            self._opened.set_result(self._agent.endpoint)
         except BaseException as error:  # `register` waits for this thread
             message = f"NIXL cannot start with UCX_TLS={_ucx_tls()}: {error}"
             self._opened.set_exception(KVTransferError(message))
             return
-        self._opened.set_result(endpoint)
         try:
             self._work()
         except BaseException as error:  # nobody knows any more what will land (K5)
