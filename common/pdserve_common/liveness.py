@@ -6,6 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from pdserve_common import defects
+from pdserve_common.defects import Loop
+
 HEARTBEAT_S = 1.0
 # A peer that says nothing for this long is dead.
 SILENCE_S = 5.0
@@ -16,6 +19,18 @@ async def every(interval_s: float, call: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(interval_s)
         call()
+
+
+def keep_calling(
+    loop: Loop, interval_s: float, call: Callable[[], None], *, costs: str
+) -> "asyncio.Task[None]":
+    """Call again and again, whatever `call` raises, until the task is cancelled."""
+
+    def contained() -> None:
+        with defects.contained(loop, costs):
+            call()
+
+    return asyncio.create_task(every(interval_s, contained))
 
 
 class AwakeClock:

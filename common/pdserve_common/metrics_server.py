@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
+from pdserve_common import defects
 from pdserve_common.limits import MADE_ROOM, SLOW_HEADERS
 
 # Connections at a time, and how long one may take.
@@ -117,6 +118,10 @@ class _MetricsWSGIServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def service_actions(self) -> None:
         """Called between two connections, and every `_POLL_S`."""
+        with defects.contained("metrics", "a look at slow connections"):
+            self._cut_slow()
+
+    def _cut_slow(self) -> None:
         until = time.monotonic() - METRICS_TIMEOUT_S
         with self._lock:
             for request in [request for request, since in self._since.items() if since < until]:

@@ -4,7 +4,6 @@ to statuses.
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,11 +13,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve_common import defects
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import ModelNotFoundError, PdserveError
 from pdserve_common.tls import Tls
-
-logger = logging.getLogger(__name__)
 
 # Returns a channel to host:port.
 OpenChannel = Callable[[str], grpc.aio.Channel]
@@ -234,8 +232,8 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     # InternalError: the caller is gone, and nothing can be sent. If it is not that, gRPC logs it.
     except (grpc.aio.AbortError, grpc.aio.InternalError, asyncio.CancelledError):
         raise
-    except Exception:
-        logger.exception("unexpected error in an RPC")
+    except Exception as error:
+        defects.record("requests", error, "an RPC")
         await _abort(context, grpc.StatusCode.INTERNAL, "internal error, see the server's log")
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from pdserve_common import defects
 from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
 from pdserve_common.metrics import BuildMetrics, LimitMetrics, RouterMetrics
 from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
@@ -80,6 +81,7 @@ class RouterServer:
         self._is_serving = False
         self._health_tasks: set[asyncio.Task[None]] = set()
         registry = CollectorRegistry()
+        defects.export(registry)
         metrics = RouterMetrics(registry)
         BuildMetrics(registry, role="router", version=VERSION, model=config.model_name)
         self.registry = registry
@@ -322,7 +324,7 @@ class RouterServer:
         if self.router.is_ready:
             self._has_been_ready.set()
         if self.router.is_ready != self._is_serving:
-            task = asyncio.create_task(self._set_health())
+            task = defects.spawn("event_loop", self._set_health(), costs="word of its health")
             self._health_tasks.add(task)
             task.add_done_callback(self._health_tasks.discard)
 
@@ -339,6 +341,7 @@ async def serve(config: RouterConfig, template: TemplateProcess) -> None:
     raise_descriptor_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    defects.watch_event_loop(loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     server = RouterServer(config)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from pdserve_common import metrics
+from pdserve_common import defects, metrics
 from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_common.limits import LIMITS
@@ -51,6 +51,7 @@ def declared() -> dict[str, list[str]]:
     metrics.KVTransferMetrics(registry)
     metrics.GrammarMetrics(registry)
     KVOffloadMetrics(registry)
+    defects.export(registry)
     TensorMetrics(registry)
     TracingMetrics(registry)
     return registry.labels

@@ -16,10 +16,11 @@ from pdserve_engine.executor import messages, ranks
 from pdserve_engine.executor.messages import Failed, Message
 from pdserve_engine.executor.ranks import Ranks
 from pdserve_engine.frames import Answer, FrameCodec
+from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.clock import Clock
 from support.waiting import wait_until
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 NO_GRAMMAR: Any = None
 
 # What a rank answers to a message; None: nothing.
@@ -259,3 +260,25 @@ def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., Ranks]) ->
     FakeProcess.all[1].kill()
     both.close(TIMEOUT_S)
     assert both.failure is None
+
+
+READING = call_sites(
+    Ranks, "_run", "_read_all", "_take_in", "_on_answer", "_end", "_check_failures", "kill"
+)
+
+
+@each_site(READING)
+def test_a_defect_of_the_thread_that_reads_ends_all_and_whoever_waits(
+    make_ranks: Callable[..., Ranks], site: CallSite
+) -> None:
+    with fault_at(site) as fault:
+        try:
+            both = make_ranks(says(1), fails)
+        except UnexpectedError:
+            return
+        asked = [both.ask(ASKED, ranks=[0]), both.ask(ASKED)]
+        errors = [each.exception(TIMEOUT_S) for each in asked]
+        wait_until(lambda: both.failure)  # as one fails alone, in any case
+    assert isinstance(errors[1], RuntimeError) or fault.has_raised
+    with pytest.raises(RuntimeError):
+        both.ask(ASKED).result(TIMEOUT_S)

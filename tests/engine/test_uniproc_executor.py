@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve_engine.executor.uniproc import UniprocExecutor
+from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 
 TIMEOUT_S = 30.0
 
@@ -102,3 +103,29 @@ def test_an_executor_that_never_ran_anything_has_no_thread() -> None:
     executor = UniprocExecutor(Rank(), async_scheduling=True)  # type: ignore[arg-type]
     assert set(threading.enumerate()) == before
     assert executor.stop()
+
+
+STEP = call_sites(UniprocExecutor, "_launch_for", "_launch", "_finish_for", "_finish")
+
+
+@pytest.mark.parametrize("executor", [True], indirect=True)
+@each_site(STEP)
+def test_a_defect_at_any_call_is_the_end_of_its_step_alone(site: CallSite, executor: Any) -> None:
+    with fault_at(site) as fault:
+        error = executor.submit(1).exception(TIMEOUT_S)
+        executor.recover()
+    assert isinstance(error, UnexpectedError) == fault.has_raised
+    assert executor.submit(2).result(TIMEOUT_S).output[0] == 2
+    assert executor.failure() is None
+
+
+@pytest.mark.parametrize("executor", [True, False], indirect=True)
+def test_a_defect_behind_steps_is_the_executors(executor: Any) -> None:
+    """An adapter that a runner has not taken, of which nobody would hear."""
+    executor.rank.adapter_store = lambda behind_steps: behind_steps
+    executor.rank.make_pool = lambda num_blocks, max_model_len: None
+    executor.make_pool(1, max_model_len=1)
+    executor.adapters([].pop)
+    assert executor.submit(1).result(TIMEOUT_S).output[0] == 1
+    assert "pop from empty list" in executor.failure()
+    executor.adapters = None

@@ -63,7 +63,7 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     (lost,) = (event for event in pair.d.take_events() if isinstance(event, PullLost))
     assert lost.request is request
     assert lost.lost.message == "link to p0 lost: failed: AssertionError('a defect')"
-    assert "carrying a KvLink failed: AssertionError('a defect')" in caplog.messages
+    assert "a defect costs a KvLink: AssertionError('a defect')" in caplog.messages
     await until(lambda: value(pair.p_metrics.links) == 0)
 
 
@@ -72,7 +72,7 @@ async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(
 ) -> None:
     caplog.set_level("INFO")
     fail_on_messages_of("d0", monkeypatch)
-    defect = "reading a KvLink failed: AssertionError('a defect')"
+    defect = "a defect costs the KvLink of d0: AssertionError('a defect')"
     await until(lambda: defect in caplog.messages)
     assert "link 1 to d0 ended: failed: see the log" in caplog.messages
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve_common.defects import DEFECTS
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv.kv_cache import KVCache
@@ -22,7 +23,9 @@ from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PU
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
 from pdserve_engine.request.watchdog import MAX_LOOK_S, StepWatch
+from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.handoff import SPEC, Landed, make_pool
+from support.metrics import value
 from support.waiting import wait_until
 
 BLOCK_BYTES = 1 << 20
@@ -559,6 +562,76 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(rig: Rig) 
     assert rig.transport.failure is None
     come_back(MAX_LEFT_OPEN + 1)
     assert rig.transport.failure == "more than 64 broken connections cannot be closed"
+
+
+THREAD = (
+    *call_sites(
+        nixl_transport.NixlTransport,
+        "_run",
+        "_work",
+        "_take_commands",
+        "_begin_turn",
+        "_on_progress",
+        "_wait_s",
+        "_has_posted",
+        "_start_connect",
+        "_check_own_pool",
+        "_start_close",
+        "_progress",
+        "_pump",
+        "_connect",
+        "_post_probe",
+        "_poll_probe",
+        "_drop_probe",
+        "_label",
+        "_lose",
+        "_forget",
+        "_queue_read",
+    ),
+    *call_sites(
+        reads.Reads,
+        "queue",
+        "progress",
+        "drop_waiting",
+        "check_stalled",
+        "_post_waiting",
+        "_post",
+        "_poll",
+        "_settle",
+        "_land",
+        "_end_part",
+        "_end",
+    ),
+)
+
+
+@each_site(THREAD)
+def test_a_defect_at_any_call_of_the_thread_costs_one_peer_or_the_worker(
+    site: CallSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for a READ or a connection hears of its end, or the worker is to end."""
+    monkeypatch.setattr(nixl_transport, "SELF_CHECK_S", 0.1)
+    num_defects = value(DEFECTS)
+    with fault_at(site) as fault:
+        try:
+            rig = Rig()
+        except KVTransferError:
+            assert fault.has_raised
+            return
+        with contextlib.suppress(KVTransferError):  # that is the end of the worker
+            rig.transport.self_check()
+        rig.transport.expect_peer()
+        for _ in range(2):
+            rig.connect()
+            with contextlib.suppress(KVTransferError):
+                rig.read(40)
+                wait_until(lambda: rig.end_posted() or rig.landed.results or rig.transport.failure)
+            rig.landed.results.clear()
+            rig.transport.remove_peer(rig.peer)
+        rig.transport.close()
+    assert rig.agent.is_closed or rig.transport.failure
+    if fault.has_raised and site.method != "_check_own_pool":
+        assert value(DEFECTS) > num_defects
 
 
 def peer_of(agent: NixlAgent) -> KVPeer:

@@ -12,7 +12,7 @@ from pdserve_common.engine_types import (
     FinishReason,
     WorkerRole,
 )
-from pdserve_common.errors import DrainingError
+from pdserve_common.errors import DrainingError, RequestFailedError
 from pdserve_worker import attachment as module
 from pdserve_worker import outbox as outbox_module
 from pdserve_worker.attachment import (
@@ -22,6 +22,8 @@ from pdserve_worker.attachment import (
     RequestAttempt,
     Resume,
 )
+from pdserve_worker.outbox import Outbox
+from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.engine_double import EngineDouble
 from support.fake_worker import engine_info
 
@@ -275,3 +277,35 @@ async def test_a_router_gets_every_token_once_wherever_its_streams_break(
             stream = attachment.open_stream()
     assert got == list(range(len(got)))
     assert len(got) > 100
+
+
+OUTPUTS = (
+    *call_sites(Attachment, "_take"),
+    *call_sites(Outbox, "put", "_put", "_replace"),
+)
+
+
+@each_site(OUTPUTS)
+async def test_a_defect_at_one_routers_outputs_is_no_loss_of_anothers(
+    site: CallSite, engine: ScriptedEngine
+) -> None:
+    routers = Attachments(engine)  # type: ignore[arg-type]
+    both = [routers.attach((name, "0" * 32), None)[0] for name in "ab"]
+    for name, attachment in zip("ab", both, strict=True):
+        attachment.open_stream()
+        add(attachment, name)
+    with fault_at(site) as fault:
+        for name in "ab":
+            engine.bring(name, 0, 5)
+            engine.bring(name, 1, 6, is_last=True)
+    told = 0
+    for name, attachment in zip("ab", both, strict=True):
+        try:
+            (outputs,) = await attachment.outbox.get(0.0)
+        except RequestFailedError:  # the stream ends, and its router sends the request again
+            assert not attachment.can_resume(resume(1))
+            continue
+        brought = {output.request_id: output.new_token_ids for output in outputs.outputs}
+        assert brought[name] == (5, 6)
+        told += 1
+    assert told >= 2 - fault.has_raised

@@ -12,7 +12,7 @@ import grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common import attach_protocol
+from pdserve_common import attach_protocol, defects
 from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -25,6 +25,7 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
     PdserveError,
+    RequestFailedError,
 )
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.lora_types import LoRAAdapters
@@ -220,7 +221,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             self._cached_blocks.close_feed(stream.kv_cache)
         if not stream.is_current:
             logger.info("router %s has a newer stream", attachment.router_id)
-        elif is_over or attachment.outbox.is_overfull:
+        elif is_over or attachment.outbox.has_lost_any:
             logger.info("router %s detached", attachment.router_id)
             self._attachments.end(attachment)
         else:
@@ -313,6 +314,10 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             attachment.add_request(valid, self._tensors_of(valid), handle=added.handle)
         except PdserveError as error:
             attachment.outbox.put(_refusal(message, error, now=self._clock()))
+        except Exception as error:  # the stream's other requests go on
+            defects.record("attach", error, f"request {message.request_id}")
+            refusal = RequestFailedError(f"it was not taken: {error!r}")
+            attachment.outbox.put(_refusal(message, refusal, now=self._clock()))
 
     def _tensors_of(self, request: EngineCoreRequest) -> Tensors:
         """Return the bytes of what a valid request names. Raises TensorNotHeldError."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve_common import defects
 from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
-from pdserve_common.errors import PdserveError
+from pdserve_common.errors import PdserveError, RequestFailedError
 from pdserve_common.liveness import sleep_awake
 from pdserve_worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
 from pdserve_worker.request_spans import RequestSpans
@@ -104,14 +105,12 @@ class Attachment:
         PdserveError; a lower attempt is aborted then, as the router has given it up.
         """
         running = self._running.get(request.request_id)
-        if self._spans is not None:
-            self._spans.begin(request)
+        self._trace(lambda spans: spans.begin(request))
         try:
             own = dataclasses.replace(request, client_index=self.client_index)
             self._engine.add_request(own, tensors)
         except PdserveError:
-            if self._spans is not None:
-                self._spans.refuse(request.request_id)
+            self._trace(lambda spans: spans.refuse(request.request_id))
             if running is not None:
                 self.abort_requests([request.request_id])
             raise
@@ -132,10 +131,17 @@ class Attachment:
         """Abort the router's requests and forget it."""
         self.close_stream()
         self._engine.unregister_client(self.client_index)
-        if self._spans is not None:
-            self._spans.end_all()
+        self._trace(RequestSpans.end_all)
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        try:
+            self._take(outputs)
+        except BaseException as error:  # other routers get theirs
+            defects.record("attach", error, f"the stream of router {self.router_id}")
+            self.outbox.fail(RequestFailedError("outputs were lost, see the worker's log"))
+        self._trace(lambda spans: spans.take(outputs.outputs))
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
             if (
                 output.finish_reason is not None
@@ -144,8 +150,11 @@ class Attachment:
                 del self._running[output.request_id]
                 self.handles.pop((output.request_id, output.attempt), None)
         self.outbox.put(outputs)
+
+    def _trace(self, call: Callable[[RequestSpans], None]) -> None:
         if self._spans is not None:
-            self._spans.take(outputs.outputs)
+            with defects.contained("tracing", "spans"):
+                call(self._spans)
 
     # ---- frames
 
@@ -187,7 +196,7 @@ class Attachment:
         """Is every frame here that the router lacks?"""
         first_kept = self._next_seq - len(self._frames)
         has_frames = first_kept <= resume.next_frame_seq <= self._next_seq
-        return has_frames and not self.outbox.is_overfull
+        return has_frames and not self.outbox.has_lost_any
 
     def resume(self, resume: Resume) -> list[RequestAttempt]:
         """Go on from the router's next frame, abort what it does not list, and return which of the
@@ -244,7 +253,9 @@ class Attachments:
     def keep(self, attachment: Attachment) -> None:
         """The stream broke: leave the router REATTACH_S to come back."""
         attachment.close_stream()
-        self._expiries[attachment] = asyncio.create_task(self._expire(attachment))
+        self._expiries[attachment] = defects.spawn(
+            "attach", self._expire(attachment), costs=f"the end of router {attachment.router_id}"
+        )
 
     def end(self, attachment: Attachment) -> None:
         """Abort a router's requests and forget it."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from itertools import islice
 
+from pdserve_common import defects
 from pdserve_common.kv_types import KVCacheEvents
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,16 @@ class CachedBlocks:
 
     def apply(self, events: KVCacheEvents) -> None:
         """The engine says what has changed."""
+        try:
+            self._apply(events)
+        except BaseException as error:
+            # What is forgotten is not found at worst: routers are told anew, of less.
+            defects.record("kv_events", error, "routers the knowledge of cached blocks")
+            self.shards = [set() for _ in range(NUM_SHARDS)]
+            for feed in self._feeds:
+                feed.restart()
+
+    def _apply(self, events: KVCacheEvents) -> None:
         if events.all_blocks_cleared:
             self.shards = [set() for _ in range(NUM_SHARDS)]
         for block in events.blocks_removed:

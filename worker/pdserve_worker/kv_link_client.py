@@ -9,9 +9,10 @@ import grpc
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
+from pdserve_common import defects
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
-from pdserve_common.liveness import HEARTBEAT_S, every
+from pdserve_common.liveness import HEARTBEAT_S, keep_calling
 from pdserve_common.rpc import OpenChannel, open_channel
 from pdserve_common.wire import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
@@ -40,7 +41,9 @@ class KVLinkPool:
         self._backoff_s: dict[str, float] = {}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._ticker = asyncio.create_task(every(HEARTBEAT_S, connector.on_tick))
+        self._ticker = keep_calling(
+            "kv_link", HEARTBEAT_S, connector.on_tick, costs="a heartbeat of KvLinks"
+        )
         self._connector.bind_link_pool(self._request_link)
 
     async def close(self) -> None:
@@ -62,7 +65,8 @@ class KVLinkPool:
             return
         before = self._tasks.get(engine_id)
         link = self._serve_link(engine_id, f"{host}:{port}", before)
-        task = self._tasks[engine_id] = asyncio.create_task(link)
+        task = defects.spawn("kv_link", link, costs=f"the KvLink to {engine_id}")
+        self._tasks[engine_id] = task
         task.add_done_callback(functools.partial(self._forget, engine_id))
 
     def _forget(self, engine_id: str, task: "asyncio.Task[None]") -> None:
@@ -73,7 +77,7 @@ class KVLinkPool:
         self, engine_id: str, address: str, before: "asyncio.Task[None] | None"
     ) -> None:
         """Dial, shake hands, carry messages until the link ends."""
-        reason = "shutdown"
+        reason = "failed: see the log"  # a defect, unless one of the ends below comes
         try:
             if before is not None:
                 await asyncio.gather(before, return_exceptions=True)
@@ -94,6 +98,9 @@ class KVLinkPool:
             reason = f"no welcome within {HANDSHAKE_S:g} s"
         except (KVTransferError, InvalidRequestError) as error:
             reason = error.message
+        except asyncio.CancelledError:
+            reason = reason and "shutdown"
+            raise
         finally:
             if reason:
                 self._back_off(engine_id)
@@ -162,7 +169,7 @@ def _end_of(task: "asyncio.Task[str]") -> str:
     error = task.exception()
     if error is None:
         return task.result()
-    logger.error("carrying a KvLink failed: %r", error, exc_info=error)
+    defects.record("kv_link", error, "a KvLink")
     return f"failed: {error!r}"
 
 

@@ -8,13 +8,14 @@ import grpc
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
+from pdserve_common import defects
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import (
     KVLinkHello,
     KVLinkRequestMessage,
     KVLinkResponseMessage,
 )
-from pdserve_common.liveness import HEARTBEAT_S, every
+from pdserve_common.liveness import HEARTBEAT_S, keep_calling
 from pdserve_common.wire import kv_link_request_from_proto, kv_link_response_to_proto
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
@@ -32,7 +33,9 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         """Must run inside the event loop."""
         self._connector = connector
         self._links: dict[Outgoing[KVLinkResponseMessage], None] = {}
-        self._ticker = asyncio.create_task(every(HEARTBEAT_S, connector.on_tick))
+        self._ticker = keep_calling(
+            "kv_link", HEARTBEAT_S, connector.on_tick, costs="a heartbeat of KvLinks"
+        )
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         kv_grpc.add_KvTransferServiceServicer_to_server(self, server)
@@ -62,7 +65,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
             reader.cancel()
             (error,) = await asyncio.gather(reader, return_exceptions=True)
             if isinstance(error, Exception):  # not a cancellation
-                logger.error("reading a KvLink failed: %r", error, exc_info=error)
+                defects.record("kv_link", error, f"the KvLink of {link.engine_id}")
 
     async def _accept(
         self,

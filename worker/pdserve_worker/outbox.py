@@ -15,7 +15,7 @@ from pdserve_common.engine_types import (
     FinishReason,
     LogprobsLists,
 )
-from pdserve_common.errors import OverloadedError
+from pdserve_common.errors import OverloadedError, PdserveError
 
 MAX_PENDING_BYTES = 16 * 1024 * 1024
 # Of one request: it has to fit into one message, by this rough measure.
@@ -48,12 +48,23 @@ class Outbox:
         self._cut_off: dict[str, int] = {}
         self._rest = EMPTY
         self._num_bytes = 0
+        self._failure: PdserveError | None = None
         self._event = asyncio.Event()
 
     @property
     def is_overfull(self) -> bool:
         """Has the router let too much pile up, though no request has much of it?"""
         return self._num_bytes > MAX_PENDING_BYTES
+
+    @property
+    def has_lost_any(self) -> bool:
+        """Can the router not be told all any more?"""
+        return self.is_overfull or self._failure is not None
+
+    def fail(self, error: PdserveError) -> None:
+        """Outputs have been lost: have `get` raise this."""
+        self._failure = error
+        self._event.set()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Add a step's outputs; those of a request that is still waiting here are merged."""
@@ -83,7 +94,7 @@ class Outbox:
     async def get(self, timeout_s: float) -> list[EngineCoreOutputs]:
         """Return what is pending as frames, or nothing after `timeout_s`.
 
-        Raises OverloadedError if the router has let too much pile up.
+        Raises OverloadedError if the router has let too much pile up, and what `fail` got.
         """
         # With a timeout of 0 wait_for gives up before it looks, on Python 3.11 and older.
         if not self._event.is_set():
@@ -91,6 +102,8 @@ class Outbox:
                 await asyncio.wait_for(self._event.wait(), timeout_s)
             except asyncio.TimeoutError:
                 return []
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.message)
         if self.is_overfull:
             raise OverloadedError(
                 f"router is {self._num_bytes} bytes behind, at most {MAX_PENDING_BYTES}"

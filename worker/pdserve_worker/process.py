@@ -15,6 +15,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common import defects
 from pdserve_common.config import warn_of_unknown_variables
 from pdserve_common.descriptors import descriptor_limit, raise_descriptor_limit
 from pdserve_common.engine_client import EngineClient
@@ -101,6 +102,7 @@ class _Process:
 
 async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     stop = asyncio.Event()
+    defects.watch_event_loop(asyncio.get_running_loop())
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     try:
@@ -110,10 +112,14 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         logger.error("cannot start: %s", error)
         # An engine that is up may hang, or have its memory under a READ.
         _exit_now(EXIT_CANNOT_START)
-    servicer, readiness = await _open(process)
-    problem = await wait_for_the_end(stop, process.worker.engine, readiness)
-    await readiness.withdraw()
-    problem = await _shut_down(process, servicer, problem)
+    try:
+        servicer, readiness = await _open(process)
+        problem = await wait_for_the_end(stop, process.worker.engine, readiness)
+        await readiness.withdraw()
+        problem = await _shut_down(process, servicer, problem)
+    except Exception as error:
+        defects.record("event_loop", error, "this worker")
+        problem = f"it has failed: {error!r}"
     if problem is not None:
         # Its threads may hang, and its memory may be under a READ: only the system can clean up.
         logger.error("exiting to be restarted: %s", problem)
@@ -127,6 +133,7 @@ async def _start(
 ) -> _Process:
     """Bind the ports, serve probes and metrics, and build the worker."""
     registry = CollectorRegistry()
+    defects.export(registry)
     tls = config.load_tls()
     credentials = tls.server_credentials(verifies_clients=True) if tls else None
     raise_descriptor_limit()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from pdserve_common import defects
 from pdserve_common.engine_client import EngineClient, EngineState, Tensors
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -52,6 +53,7 @@ async def serve(fd: int) -> int:
     process = _EngineProcess()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(process.on_exception)
+    defects.tell_parent(lambda loop: process.channel.send(messages.EngineDefect(loop)))
     await loop.create_unix_connection(lambda: process.channel, sock=socket.socket(fileno=fd))
     return await process.run()
 
@@ -83,7 +85,12 @@ class _EngineProcess:
     async def run(self) -> int:
         """Load, serve, close."""
         self._send_status()
-        heartbeat = asyncio.create_task(every(HEARTBEAT_S, self._send_status))
+        heartbeat = defects.spawn(
+            "engine",
+            every(HEARTBEAT_S, self._send_status),
+            costs="this engine",
+            on_defect=lambda error: self.channel.abort(f"a heartbeat failed: {error!r}"),
+        )
         message = await self._load_message
         setup_logging(message.log_level, message.engine_id)
         try:
@@ -163,6 +170,7 @@ class _EngineProcess:
     def on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback or a task has failed: what it was to send is lost, so start anew."""
         loop.default_exception_handler(context)
+        defects.count("event_loop")
         self.channel.abort(str(context["message"]))
 
     def _on_lost(self, reason: str) -> None:

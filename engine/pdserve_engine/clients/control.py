@@ -5,13 +5,13 @@ carried out on the engine thread, awaited with a bound.
 import asyncio
 import dataclasses
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pdserve_common import defects
 from pdserve_common.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -21,8 +21,6 @@ from pdserve_common.errors import (
 )
 from pdserve_common.verbs import READING_VERBS, Call, ResultT
 from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
-
-logger = logging.getLogger(__name__)
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
 CONTROL_TIMEOUT_S = 600.0
@@ -208,7 +206,7 @@ def _contained(verb: Call[Any], error: Exception) -> PdserveError:
     """Return what the caller of a verb gets for a defect. Raises it where the engine has to end."""
     if not verb.IS_CONTAINED:
         raise error
-    logger.error("%s has failed by a defect", verb.title(), exc_info=error)
+    defects.record("engine", error, verb.title())
     return RequestFailedError(f"{verb.title()} has failed: {type(error).__name__}: {error}")
 
 

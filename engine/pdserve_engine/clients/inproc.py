@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from pdserve_common import defects
 from pdserve_common.engine_client import (
     NO_TENSORS,
     EngineState,
@@ -300,8 +301,13 @@ class InprocEngineClient:
         try:
             self._loop_until_stopped()
         except BaseException as error:
-            logger.exception("the engine died")
-            self._error = f"the engine died: {error!r}"
+            defects.record("engine", error, "this engine")
+            self._die(f"the engine died: {error!r}")
+
+    def _die(self, reason: str) -> None:
+        """Any thread."""
+        if self._error is None:
+            self._error = reason
             self._call_soon(self._announce_death)
 
     def _loop_until_stopped(self) -> None:
@@ -361,23 +367,27 @@ class InprocEngineClient:
 
     def _deliver(self, result: StepResult) -> None:
         self._stats = result.stats
-        self._loaded.step_watch.learn(result.work, result.stats.step_duration_s)
-        if self._on_step is not None:
-            all_outputs = [output for group in result.outputs.values() for output in group]
-            self._on_step(result.stats, all_outputs, result.has_computed)
-        if self._loaded.logs_iterations and result.has_computed:
-            _log_iteration(self._core.step_seq, result.stats)
-        if result.kv_cache_events is not None:
-            self._on_kv_cache_events(result.kv_cache_events)
-        for client_index, group in result.outputs.items():
-            outputs = self._owners.release_ended(group)
-            callback = self._clients.get(client_index)
-            if callback is not None:
-                callback(
-                    EngineCoreOutputs(
-                        outputs=outputs, scheduler_stats=result.stats, timestamp=self._clock()
+        try:
+            self._loaded.step_watch.learn(result.work, result.stats.step_duration_s)
+            if self._on_step is not None:
+                all_outputs = [output for group in result.outputs.values() for output in group]
+                self._on_step(result.stats, all_outputs, result.has_computed)
+            if self._loaded.logs_iterations and result.has_computed:
+                _log_iteration(self._core.step_seq, result.stats)
+            if result.kv_cache_events is not None:
+                self._on_kv_cache_events(result.kv_cache_events)
+            for client_index, group in result.outputs.items():
+                outputs = self._owners.release_ended(group)
+                callback = self._clients.get(client_index)
+                if callback is not None:
+                    callback(
+                        EngineCoreOutputs(
+                            outputs=outputs, scheduler_stats=result.stats, timestamp=self._clock()
+                        )
                     )
-                )
+        except BaseException as error:  # requests may have lost tokens, or their end
+            defects.record("engine", error, "this engine")
+            self._die(f"a step's outputs cannot be delivered: {error!r}")
 
     def _announce_death(self) -> None:
         assert self._error is not None
@@ -385,7 +395,8 @@ class InprocEngineClient:
         self._owners.clear()
         self._control.close(self._error)
         for callback in list(self._clients.values()):
-            callback(EngineCoreOutputs(engine_dead=error, timestamp=self._clock()))
+            with defects.contained("engine", "a client word of the engine's death"):
+                callback(EngineCoreOutputs(engine_dead=error, timestamp=self._clock()))
 
 
 def _log_iteration(step_seq: int, stats: SchedulerStats) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pdserve_common.defects import Loop
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
@@ -114,6 +115,13 @@ class EngineStatus:
     problem: str | None
     # (request_id, attempt) of those whose terminal output follows, if their front end is not gone.
     finished_requests: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDefect:
+    """The engine process has logged a defect; the worker counts it."""
+
+    loop: Loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +243,7 @@ _OneWay = (
     | Close
     | CancelCall | RecordKVCacheEvents
     | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer | KVCacheEvents
-    | LoRAAdapters
+    | LoRAAdapters | EngineDefect
     | LinkMessage
 )  # fmt: skip
 Message = _OneWay | Call[Any]

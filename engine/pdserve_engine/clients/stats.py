@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 
+from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.load_log import LoadLog
 from pdserve_common.metrics import EngineMetrics, total
@@ -25,14 +26,15 @@ class EngineStatsRecorder:
         self, stats: SchedulerStats, outputs: Iterable[EngineCoreOutput], has_computed: bool
     ) -> None:
         """Take in one step; `has_computed` tells whether it ran the model."""
-        if has_computed:
-            self._load_log.note()
-        self._record_load(stats)
-        if has_computed:
-            self._metrics.step_duration.observe(stats.step_duration_s)
-            self._metrics.step_tokens.observe(stats.step_num_tokens)
-        for output in outputs:
-            self._record_output(output)
+        with defects.contained("metrics", "a step's figures"):
+            if has_computed:
+                self._load_log.note()
+            self._record_load(stats)
+            if has_computed:
+                self._metrics.step_duration.observe(stats.step_duration_s)
+                self._metrics.step_tokens.observe(stats.step_num_tokens)
+            for output in outputs:
+                self._record_output(output)
 
     def _record_load(self, stats: SchedulerStats) -> None:
         metrics, last = self._metrics, self._last

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import processes
+from pdserve_common import defects, processes
 from pdserve_common.engine_client import (
     NO_TENSORS,
     EngineState,
@@ -33,7 +33,7 @@ from pdserve_common.errors import (
     error_from_engine,
 )
 from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
+from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, keep_calling
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients import messages
@@ -133,7 +133,8 @@ class SubprocessEngineClient:
         _, self._channel = await asyncio.get_running_loop().create_unix_connection(
             lambda: Channel(self._on_message, self._on_lost), sock=ours
         )
-        self._tasks.append(asyncio.create_task(every(HEARTBEAT_S, self._tick)))
+        costs = "a look at the engine process"
+        self._tasks.append(keep_calling("engine", HEARTBEAT_S, self._tick, costs=costs))
 
     async def _become_ready(self, role: Role) -> None:
         ready = await self._ready
@@ -286,6 +287,8 @@ class SubprocessEngineClient:
             self._on_status(message)
         elif isinstance(message, EngineCoreOutputs):
             self._on_outputs(message, ref)
+        elif isinstance(message, messages.EngineDefect):
+            defects.count(message.loop)
         elif isinstance(message, LoRAAdapters):
             self.info = self.info.with_adapters(message)
         elif isinstance(message, KVCacheEvents):
@@ -341,7 +344,8 @@ class SubprocessEngineClient:
         self._lost.set()
         if self.is_alive():
             self._error = f"the engine process is gone: {reason}"
-            self._tasks.append(asyncio.create_task(self._on_process_end(reason)))
+            end = self._on_process_end(reason)
+            self._tasks.append(defects.spawn("engine", end, costs="how the engine process ended"))
 
     async def _on_process_end(self, reason: str) -> None:
         """The process is gone, or as good as gone: find out how, and tell everyone."""
@@ -360,7 +364,8 @@ class SubprocessEngineClient:
             proxy.close(error)
         engine_dead = EngineDeadError(error).to_engine_error()
         for callback in list(self._clients.values()):
-            callback(EngineCoreOutputs(engine_dead=engine_dead))
+            with defects.contained("engine", "a client word of the engine's death"):
+                callback(EngineCoreOutputs(engine_dead=engine_dead))
 
     def _fail_calls(self, error: str) -> None:
         for future in self._calls.values():

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from pdserve_common.errors import InvalidRequestError, PdserveError
+from pdserve_common import defects
+from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured.reasoning import Reasoning, reasoning_of
 from pdserve_engine.grammar.native import CompiledGrammar
@@ -53,6 +54,9 @@ class WaitingForFSM(Place):
             future = self._compile(params, reasoning_of(core_request), core_request.client_id)
         except PdserveError as error:
             return error
+        except Exception as error:  # its text is a client's: it costs no one else
+            defects.record("grammar", error, f"request {request.request_id}")
+            return RequestFailedError(f"the grammar compiler failed: {error!r}")
         request.is_grammar_ready = False
         if future.done():
             return _apply(request, future)

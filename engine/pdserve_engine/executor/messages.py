@@ -240,7 +240,7 @@ class Failed:
     error: EngineError
 
     @classmethod
-    def of(cls, error: Exception) -> "Failed":
+    def of(cls, error: BaseException) -> "Failed":
         if isinstance(error, PdserveError):
             return cls("pdserve", error.to_engine_error())
         plain = PdserveError(str(error)).to_engine_error()

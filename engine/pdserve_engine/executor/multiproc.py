@@ -220,7 +220,13 @@ class MultiprocExecutor:
 
     def _on_event(self, rank: int, event: TransportEvent) -> None:
         # Whoever is told may ask the ranks something, and wait for the answer.
-        self._events.submit(partial(self._transports[rank].on_event, event))
+        self._events.post(
+            partial(self._transports[rank].on_event, event),
+            "kv_transfer",
+            costs="this engine",
+            # Nobody would hear of the READ's end, and its blocks would stay with it.
+            on_defect=lambda error: self._ranks.kill(f"a KV event cannot be taken: {error!r}"),
+        )
 
 
 def rank_configs(config: EngineConfig) -> list[EngineConfig]:

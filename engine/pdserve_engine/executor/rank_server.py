@@ -5,6 +5,7 @@ The process's first thread reads all else. Calls that take their time run on a t
 them: OpenMP keeps a team for every thread that has used one.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -50,16 +51,30 @@ def serve(calls: socket.socket, steps: socket.socket) -> int:
     """
     server = _RankServer(calls, steps)
     threading.Thread(target=server.run_steps, name="model", daemon=True).start()
-    while True:
-        if not select.select([calls], [], [], CHECK_S)[0]:
+    with _ends_process("the thread that reads calls"):
+        while True:
+            if not select.select([calls], [], [], CHECK_S)[0]:
+                server.check()
+                continue
+            for message, number in server.calls.receive():
+                if isinstance(message, messages.CloseRank):
+                    server.answer(server.calls, number, server.close)
+                    return 0
+                server.handle(message, number)
             server.check()
-            continue
-        for message, number in server.calls.receive():
-            if isinstance(message, messages.CloseRank):
-                server.answer(server.calls, number, server.close)
-                return 0
-            server.handle(message, number)
-        server.check()
+    raise AssertionError("the process has ended")
+
+
+@contextlib.contextmanager
+def _ends_process(what: str) -> Iterator[None]:
+    """Let an exception be the end of this process, and so of the engine: nobody would answer any
+    more.
+    """
+    try:
+        yield
+    except BaseException:
+        logger.exception("a defect of %s costs this engine", what)
+        os._exit(EXIT_LOST)
 
 
 class _Connection:
@@ -133,13 +148,10 @@ class _RankServer:
 
     def run_steps(self) -> None:
         """Run steps, and do what comes behind them, one after the other. Never returns."""
-        try:
+        with _ends_process("the thread that runs steps"):
             while True:
                 for message, number in self._steps.receive():
                     self._run(message, number)
-        except BaseException:  # nobody would answer any more
-            logger.exception("the thread that runs steps has died")
-            os._exit(EXIT_LOST)
 
     def _run(self, message: Message, number: int) -> None:
         if isinstance(message, SchedulerOutput):
@@ -147,6 +159,8 @@ class _RankServer:
             step.add_done_callback(lambda future: self._answer_step(number, future))
         elif isinstance(message, messages.AdapterCommand):
             self._adapters.handle(message)
+            if (failure := self._executor.failure()) is not None:
+                raise RuntimeError(failure)
         elif isinstance(message, messages.Recover):
             self._executor.recover()
         else:
@@ -156,13 +170,14 @@ class _RankServer:
         self, connection: _Connection, number: int, perform: Callable[..., object], *args: object
     ) -> None:
         """Do what a call asks for, and send what comes of it."""
-        try:
-            answer: Message = Answer.of(perform(*args))
-        except Exception as error:  # whoever waits gets it
-            if not isinstance(error, ValueError | OSError):
-                logger.exception("%s failed", args)
-            answer = messages.Failed.of(error)
-        connection.send(answer, number)
+        with _ends_process("a call"):
+            try:
+                answer: Message = Answer.of(perform(*args))
+            except BaseException as error:  # whoever waits gets it
+                if not isinstance(error, ValueError | OSError):
+                    logger.exception("%s failed", args)
+                answer = messages.Failed.of(error)
+            connection.send(answer, number)
 
     def check(self) -> None:
         """Look whether all is well; to be called often."""
@@ -174,12 +189,13 @@ class _RankServer:
         self._executor.close()
 
     def _answer_step(self, number: int, step: "Future[ExecutedStep]") -> None:
-        error = step.exception()
-        if error is None:
-            self._steps.send(step.result(), number)
-        else:
-            logger.error("a step failed", exc_info=error)
-            self._steps.send(messages.Failed.of(RuntimeError(str(error))), number)
+        with _ends_process("the answer to a step"):  # futures swallow what callbacks raise
+            error = step.exception()
+            if error is None:
+                self._steps.send(step.result(), number)
+            else:
+                logger.error("a step failed", exc_info=error)
+                self._steps.send(messages.Failed.of(RuntimeError(str(error))), number)
 
     def _make_pool(self, call: messages.MakePool) -> None:
         self._executor.make_pool(call.num_blocks, max_model_len=call.max_model_len)
@@ -188,8 +204,12 @@ class _RankServer:
 
     def _open_transport(self, call: messages.OpenTransport) -> object:
         (transport,) = self._executor.open_transports(call.identity)
-        self._transport = TransportHost(transport, lambda event: self.calls.send(event, 0))
+        self._transport = TransportHost(transport, self._send_event)
         return transport.endpoint()
+
+    def _send_event(self, event: messages.TransportEvent) -> None:
+        with _ends_process("an event of the KV transport"):
+            self.calls.send(event, 0)
 
     def _close_transport(self, call: messages.CloseTransport) -> None:
         if self._transport is not None:

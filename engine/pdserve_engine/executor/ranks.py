@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve_common import defects
 from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.messages import Message, TransportEvent
@@ -147,10 +148,11 @@ class Ranks:
             pending, self._pending = list(self._pending.values()), {}
         if not self._is_closing:
             logger.error("%s", reason)
-        for process in self._processes:
-            process.kill()
         for each in pending:
             each.future.set_exception(RuntimeError(reason))
+        for process in self._processes:
+            with defects.contained("ranks", "the end of a rank, which ends with the engine"):
+                process.kill()
 
     def _begin(
         self,
@@ -208,16 +210,16 @@ class Ranks:
         try:
             for rank, (cores, descriptors) in enumerate(commands):
                 self._processes.append(RankProcess(rank, cores, descriptors, self._codec))
-        except OSError as error:
+            started.set_result(None)
+        except BaseException as error:  # whoever starts them waits for this thread
             self.kill(f"a rank cannot be started: {error}")
             started.set_exception(error)
             return
-        started.set_result(None)
         try:
             self._read_all()
         except BaseException as error:  # nobody would hear of anything any more
+            defects.record("ranks", error, "this engine")
             self.kill(f"the thread that reads what the ranks say has died: {error!r}")
-            raise
 
     def _read_all(self) -> None:
         """Until all ranks are gone."""
@@ -255,7 +257,12 @@ class Ranks:
             if len(pending.answers) < len(pending.ranks):
                 return
             del self._pending[number]
-        self._end(pending)
+        try:
+            self._end(pending)
+        except BaseException as error:  # whoever waits gets it, too
+            if not pending.future.done():
+                pending.future.set_exception(RuntimeError(f"an answer cannot be taken: {error!r}"))
+            raise
 
     def _end(self, pending: _Pending) -> None:
         answers = [pending.answers[rank] for rank in pending.ranks]

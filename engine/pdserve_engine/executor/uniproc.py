@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from pdserve_common.call_thread import CallerThread, CallThread
+from pdserve_common.call_thread import CallerThread, Calls, CallThread
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
@@ -31,7 +31,7 @@ class UniprocExecutor:
         rank: Rank,
         *,
         async_scheduling: bool,
-        model_thread: CallThread | CallerThread | None = None,
+        model_thread: Calls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
@@ -40,6 +40,7 @@ class UniprocExecutor:
         if model_thread is None:
             model_thread = CallThread("model") if async_scheduling else CallerThread()
         self._model_thread = model_thread
+        self._failure: str | None = None
         self._results_thread = CallThread("model-results")
         self._last_end = 0.0
         self.is_pipelined = False
@@ -55,7 +56,7 @@ class UniprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self.rank.make_pool(num_blocks, max_model_len=max_model_len)
-        self.adapters = self.rank.adapter_store(behind_steps=self._model_thread.submit)
+        self.adapters = self.rank.adapter_store(behind_steps=self._post_behind_steps)
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         return [self.rank.open_transport(identity)]
@@ -74,7 +75,7 @@ class UniprocExecutor:
         self._is_broken_off = False
 
     def failure(self) -> str | None:
-        return None  # what ends this process ends the engine as well
+        return self._failure
 
     def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
         return self.rank.sleep(level, keeps_pool=keeps_pool)
@@ -110,26 +111,35 @@ class UniprocExecutor:
             self.adapters.close()
         self.rank.close()
 
+    def _post_behind_steps(self, function: Callable[[], None]) -> None:
+        """Steps that follow may need what it does: without that the engine has to end."""
+
+        def fail(error: BaseException) -> None:
+            self._failure = f"what was to come behind a step has failed: {error!r}"
+
+        self._model_thread.post(function, "model", costs="this engine", on_defect=fail)
+
     def _launch_for(
         self, scheduler_output: SchedulerOutput, future: "Future[ExecutedStep]"
     ) -> None:
         """Launch a step, and have the other thread wait for it."""
         try:
             step, start = self._launch(scheduler_output)
-        except Exception as error:  # kept for whoever waits
+            finish = functools.partial(self._finish_for, step, start, future)
+            if isinstance(step, ModelRunnerOutput):
+                finish()  # there is nothing to wait for
+            else:
+                self._results_thread.submit(finish)
+        except BaseException as error:  # kept for whoever waits
             future.set_exception(error)
-            return
 
-        def finish() -> None:
-            try:
-                future.set_result(self._finish(step, start))
-            except Exception as error:  # kept for whoever waits
-                future.set_exception(error)
-
-        if isinstance(step, ModelRunnerOutput):
-            finish()  # there is nothing to wait for
-        else:
-            self._results_thread.submit(finish)
+    def _finish_for(
+        self, step: AsyncModelRunnerOutput, start: float, future: "Future[ExecutedStep]"
+    ) -> None:
+        try:
+            future.set_result(self._finish(step, start))
+        except BaseException as error:  # kept for whoever waits
+            future.set_exception(error)
 
     def _launch(self, scheduler_output: SchedulerOutput) -> tuple[AsyncModelRunnerOutput, float]:
         if self._is_broken_off:
@@ -150,6 +160,6 @@ class UniprocExecutor:
         """Let an exception be the end of the steps behind, too."""
         try:
             yield
-        except Exception:  # whatever a model raises: those behind lack what it would have told them
+        except BaseException:  # whatever a model raises: those behind lack what it has not told
             self._is_broken_off = True
             raise

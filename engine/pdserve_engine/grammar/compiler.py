@@ -8,6 +8,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pdserve_common import defects
 from pdserve_common.call_thread import CallThread
 from pdserve_common.errors import (
     EngineDeadError,
@@ -92,10 +93,9 @@ class GrammarCompiler:
         self._process: CompilerProcess | None = None
         self._is_closed = False
         self._jobs: FairJobs[_Job] = FairJobs()
-        self._has_changed = threading.Condition(self._lock)
         self._again = CallThread("grammar-compiler-large", niceness=LOWEST_PRIORITY)
-        self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
-        self._thread.start()
+        # The process starts with its first call, and ends with it.
+        self._thread = CallThread("grammar-compiler")
 
     def compile(
         self,
@@ -138,8 +138,7 @@ class GrammarCompiler:
                     del self._pending[dropped.tag.digest]
             if grammar is None and error is None:
                 self._pending[tag.digest] = job
-                self._jobs.put(client, job)
-                self._has_changed.notify()
+                self._put(client, job)
         if dropped is not None:
             self._fail(dropped, self._too_many())
         if grammar is not None:
@@ -154,8 +153,9 @@ class GrammarCompiler:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
-            self._has_changed.notify()
-        self._thread.join(CLOSE_TIMEOUT_S)
+                # Behind what is left, of which each is refused.
+                self._thread.submit(self._drop_process)
+        self._thread.close(CLOSE_TIMEOUT_S)
         self._again.close(CLOSE_TIMEOUT_S)
 
     def _refusal(self, text: str) -> PdserveError | None:
@@ -176,38 +176,55 @@ class GrammarCompiler:
         """One more waits for it, and may have an earlier turn."""
         if not job.is_taken and client not in job.clients:
             job.clients.add(client)
-            self._jobs.put(client, job)
+            self._put(client, job)
+
+    def _put(self, client: str, job: _Job) -> None:
+        self._jobs.put(client, job)
+        self._thread.post(
+            self._serve_next,
+            "grammar",
+            costs="the grammars that wait",  # nobody can tell whose turn it is
+            on_defect=self._drop_all,
+        )
 
     # ---- on the thread
 
-    def _run(self) -> None:
-        while (turn := self._next()) is not None:
-            client, job = turn
-            start = self._clock()
-            try:
-                self._serve(job)
-            except Exception:  # of what handles failures, too: this thread serves everybody
-                logger.exception("a defect in the grammar compiler costs one grammar")
-                self._forget(job)
-                if not job.future.done():
-                    job.future.set_exception(RequestFailedError("the grammar compiler failed"))
-            finally:
-                with self._lock:
-                    self._jobs.charge(client, self._clock() - start)
-        self._drop_process()
+    def _serve_next(self) -> None:
+        """Serve the job whose turn it is; none if it was served in a turn of another client's."""
+        start = self._clock()
+        turn = self._next()
+        if turn is None:
+            return
+        client, job = turn
+        try:
+            self._serve(job)
+        except BaseException as error:  # whatever a library raises costs the one who asked
+            defects.record("grammar", error, "one grammar")
+            with defects.contained("grammar", "a wait for the compiler's end"):
+                self._drop_process()  # an answer to this job may still come from it
+            if not job.future.done():
+                job.future.set_exception(_failed(error))
+                self._count(job, "failed")
+            self._forget(job)
+        with self._lock:
+            self._jobs.charge(client, self._clock() - start)
 
     def _next(self) -> tuple[str, _Job] | None:
-        """Wait for a job; None at the end, behind those that are left."""
         with self._lock:
-            while True:
-                while not self._jobs:
-                    if self._is_closed:
-                        return None
-                    self._has_changed.wait()
+            while self._jobs:
                 client, job = self._jobs.pop()
-                if not job.is_taken:  # in a turn of another one who waits for it
+                if not job.is_taken:
                     job.is_taken = True
                     return client, job
+        return None
+
+    def _drop_all(self, error: BaseException) -> None:
+        """Begin with an empty queue."""
+        with self._lock:
+            dropped, self._pending, self._jobs = self._pending, {}, FairJobs()
+        for job in dropped.values():
+            if not job.future.done():
+                job.future.set_exception(_failed(error))
 
     def _serve(self, job: _Job) -> None:
         try:
@@ -215,11 +232,6 @@ class GrammarCompiler:
         except PdserveError as error:
             self._forget(job)
             self._fail(job, error)
-        except Exception as error:  # whatever a library raises costs the one who asked
-            logger.exception("a defect in the grammar compiler costs one grammar")
-            self._drop_process()  # an answer to this job may still come from it
-            self._forget(job)
-            self._fail(job, RequestFailedError(f"the grammar compiler failed: {error!r}"))
         else:
             self._forget(job, grammar)
             self._succeed(job, grammar, "compiled")
@@ -232,12 +244,16 @@ class GrammarCompiler:
                 self._cache.put(job.tag.digest, grammar)
 
     def _succeed(self, job: _Job, grammar: CompiledGrammar, outcome: Outcome) -> None:
-        self._observe(outcome, self._clock() - job.queued_at)
+        self._count(job, outcome)
         job.future.set_result(grammar)
 
     def _fail(self, job: _Job, error: PdserveError) -> None:
-        self._observe(_outcome(error), self._clock() - job.queued_at)
+        self._count(job, _outcome(error))
         job.future.set_exception(error)
+
+    def _count(self, job: _Job, outcome: Outcome) -> None:
+        with defects.contained("metrics", "a figure"):
+            self._observe(outcome, self._clock() - job.queued_at)
 
     def _compile(self, job: _Job) -> CompiledGrammar:
         waited_s = self._clock() - job.queued_at
@@ -302,6 +318,10 @@ class GrammarCompiler:
             process, self._process = self._process, None
             if process is not None:
                 process.close()
+
+
+def _failed(error: BaseException) -> PdserveError:
+    return RequestFailedError(f"the grammar compiler failed: {error!r}")
 
 
 def _closed() -> PdserveError:

@@ -7,10 +7,11 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from pdserve_common import defects
 from pdserve_common.call_thread import CallThread
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, RequestFailedError
@@ -35,6 +36,8 @@ CLOSE_TIMEOUT_S = 5.0
 MAX_FORCING_GRAMMAR_BYTES = 2 * 1024 * 1024
 ALL_ALLOWED = -1
 NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+T = TypeVar("T")
 
 
 class TokenMasks(NamedTuple):
@@ -156,6 +159,8 @@ class StructuredOutputManager:
                 token_ids = known.forced.result(max(0.0, deadline - self._clock()))
             except TimeoutError:
                 break  # what comes behind it is not there either
+            except PdserveError:
+                continue  # so is the mask, and the row ends with that
             if token_ids:
                 forced[row] = token_ids
         return forced
@@ -166,7 +171,7 @@ class StructuredOutputManager:
         """
         if (known := self._rows.get(row)) is not None:
             drafts = () if known.is_slow else drafts
-            known.ahead = known.thread.submit(lambda: self._masks_behind(known, drafts))
+            known.ahead = self._submit(known, partial(self._masks_behind, known, drafts))
 
     def take(
         self, rows: Sequence[int], assumed: Mapping[int, Sequence[int]] = NOTHING
@@ -227,9 +232,26 @@ class StructuredOutputManager:
         for index, ids in token_ids.items():
             row = self._rows[index]
             row.asked_at = self._clock()
-            row.forced = row.thread.submit(partial(self._match, row, ids))
+            row.forced = self._submit(row, partial(self._match, row, ids))
         for row in map(self._rows.__getitem__, token_ids):
-            row.ready = row.thread.submit(partial(self._make_mask, row))
+            row.ready = self._submit(row, partial(self._make_mask, row))
+
+    def _submit(self, row: _Row, turn: Callable[[], T]) -> "Future[T]":
+        """Have a turn of a row taken on its thread: the future's exception is a PdserveError, which
+        a defect is, too.
+        """
+
+        def contained() -> T:
+            try:
+                return turn()
+            except PdserveError:
+                raise
+            except BaseException as error:
+                defects.record("grammar", error, "one request")
+                row.error = RequestFailedError(f"structured_outputs have failed: {error!r}")
+                raise row.error from error
+
+        return row.thread.submit(contained)
 
     # ---- on the threads
 

@@ -8,15 +8,14 @@ finds it in the pool.
 """
 
 import functools
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve_common.block_hash import ROOT_HASH
+from pdserve_common.call_thread import CallThread
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv.block_pool import BlockPool, KVCacheBlock
@@ -28,8 +27,6 @@ from pdserve_engine.kv_transfer.ports import (
     PrefixEnded,
 )
 from pdserve_engine.request.request import Request
-
-logger = logging.getLogger(__name__)
 
 # Blocks that wait to be copied are this share of the pool at most, and no more than so many.
 MAX_HELD_SHARE = 0.25
@@ -58,6 +55,8 @@ class _Store:
     block_hash: bytes
     parent: bytes
     block_id: int
+    # The block is kept as it is until it is copied.
+    is_held: bool = True
     is_cancelled: bool = False
     content: BlockBytes | None = None
 
@@ -74,7 +73,9 @@ class _Load:
     since: float
     has_begun: bool = False
     is_cancelled: bool = False
-    # Blocks that have come, once all have or one has not.
+    # Blocks that have come so far.
+    num_filled: int = 0
+    # The same, once all have or one has not.
     num_loaded: int | None = None
     # Belong to nobody else while the load goes on after its request has ended.
     kept: tuple[int, ...] = field(default=())
@@ -114,30 +115,22 @@ class KVOffload:
         self._clock = clock
         # Guards all that follows; told when a thread has work or a copy is made.
         self._changed = threading.Condition()
-        self._to_copy: deque[_Store] = deque()
+        self._to_copy: dict[_Store, None] = {}
         self._copying: _Store | None = None
-        self._to_write: deque[_Store] = deque()
+        self._to_write: set[_Store] = set()
         # By hash, from the offer until they are in the tiers.
         self._stores: dict[bytes, _Store] = {}
         self._copied_ids: list[int] = []
-        self._to_load: deque[_Load] = deque()
         self._loads: dict[Request, _Load] = {}
         # Those that go on after their requests have ended.
         self._num_kept_loads = 0
         self._events: list[KVEvent] = []
         self._is_closed = False
         self._show_tiers()
-        copiers = open_copier(), open_copier()
-        runs: dict[str, Callable[[], None]] = {
-            "kv-copy": functools.partial(self._run_copies, copiers[0]),
-            "kv-write": self._run_writes,
-            "kv-load": functools.partial(self._run_loads, copiers[1]),
-        }
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True) for name, run in runs.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._read_copier, self._write_copier = open_copier(), open_copier()
+        self._copies = CallThread("kv-copy")
+        self._writes = CallThread("kv-write")
+        self._reads = CallThread("kv-load")
 
     # ---- the KVCacheManager's BlockStore
 
@@ -163,9 +156,9 @@ class KVOffload:
                     self._pool.touch((blocks[index],))
                     store = _Store(block_hash, parent, blocks[index].block_id)
                     self._stores[block_hash] = store
-                    self._to_copy.append(store)
+                    self._to_copy[store] = None
+                    self._post(self._copies, self._copy, store)
                 parent = block_hash
-            self._changed.notify_all()
 
     @property
     def _home(self) -> KVTier | None:
@@ -203,6 +196,7 @@ class KVOffload:
             self._changed.wait_for(lambda: self._copying is None, COPY_TIMEOUT_S)
             block_ids = [*self._copied_ids, *(store.block_id for store in self._to_copy)]
             for store in self._to_copy:
+                store.is_held = False
                 del self._stores[store.block_hash]
             self._copied_ids.clear()
             self._to_copy.clear()
@@ -244,8 +238,12 @@ class KVOffload:
         )
         with self._changed:
             self._loads[request] = load
-            self._to_load.append(load)
-            self._changed.notify_all()
+            self._reads.post(
+                functools.partial(self._load, load),
+                "kv_offload",
+                costs="a prompt KV blocks that were stored",  # it is computed
+                on_defect=lambda error: self._end_load(load),
+            )
         return self._timeout_s + len(load.block_ids) * self._block_bytes / MIN_BYTES_PER_S
 
     def request_finished(
@@ -257,7 +255,7 @@ class KVOffload:
                 return frozenset()
             self._count(load)
             if not load.has_begun:
-                self._to_load.remove(load)
+                load.num_loaded = 0
             elif load.num_loaded is None:
                 load.is_cancelled = True
                 load.kept = tuple(load.block_ids)
@@ -292,17 +290,17 @@ class KVOffload:
         """Store what was offered, for a bounded time; then the threads end. Requests have ended."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
         deadline = self._clock() + CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
+        # What is copied has yet to be written.
+        threads = (self._copies, self._writes, self._reads)
+        have_ended = [thread.close(max(0.0, deadline - self._clock())) for thread in threads]
         with self._changed:
             # The pool's memory goes now: what is copied from here on is no block's.
             for store in self._stores.values():
                 store.is_cancelled = True
             for load in self._loads.values():
                 load.is_cancelled = True
-        if not any(thread.is_alive() for thread in self._threads):
+        if all(have_ended):
             for tier in self._tiers:
                 tier.close()
 
@@ -312,24 +310,35 @@ class KVOffload:
 
     # ---- the threads that store
 
-    def _run_copies(self, copier: Copier) -> None:
-        while (store := self._next_copy()) is not None:
-            content = None
-            try:
-                if self._is_wanted(store):
-                    content = copier.read(store.block_id)
-            except Exception:  # whatever a device may raise: the engine goes on without a copy
-                logger.exception("a KV block could not be copied")
-            if self._end_copy(store, content):
-                self._wakeup()
+    def _post(self, thread: CallThread, call: Callable[[_Store], None], store: _Store) -> None:
+        thread.post(
+            functools.partial(call, store),
+            "kv_offload",
+            costs="the copy of a KV block",
+            on_defect=lambda error: self._drop(store),
+        )
 
-    def _next_copy(self) -> _Store | None:
+    def _copy(self, store: _Store) -> None:
+        if not self._begin_copy(store):
+            return
+        content = self._read_copier.read(store.block_id) if self._is_wanted(store) else None
+        if content is None:
+            self._drop(store)
+            return
         with self._changed:
-            self._changed.wait_for(lambda: self._to_copy or self._is_closed)
-            if not self._to_copy:
-                return None
-            self._copying = self._to_copy.popleft()
-            return self._copying
+            store.content = content
+            self._to_write.add(store)
+            self._post(self._writes, self._write, store)
+        self._release(store)
+
+    def _begin_copy(self, store: _Store) -> bool:
+        """False if it was given up."""
+        with self._changed:
+            if store not in self._to_copy:
+                return False
+            del self._to_copy[store]
+            self._copying = store
+            return True
 
     def _is_wanted(self, store: _Store) -> bool:
         """Nobody finds a block whose parent was dropped: then the rest of its prefix is, too."""
@@ -339,72 +348,66 @@ class KVOffload:
             is_wanted = has_room and not store.is_cancelled and home is not None
             return is_wanted and home is not None and self._is_kept(store.parent, home)
 
-    def _end_copy(self, store: _Store, content: BlockBytes | None) -> bool:
-        """Hold the block no longer. False if the engine knows that there are such blocks."""
+    def _release(self, store: _Store) -> None:
+        """Hold the block no longer."""
         with self._changed:
-            self._copying = None
-            self._copied_ids.append(store.block_id)
-            if content is None:
-                del self._stores[store.block_hash]
-                self._metrics.dropped_blocks.inc(not store.is_cancelled)
-            else:
-                store.content = content
-                self._to_write.append(store)
-            self._changed.notify_all()
-            return len(self._copied_ids) == 1
-
-    def _run_writes(self) -> None:
-        while (store := self._next_write()) is not None:
-            try:
-                self._write(store)
-            except Exception:  # whatever a disk may bring: those behind it are written
-                logger.exception("a KV block could not be stored")
-            self._show_tiers()
-            with self._changed:
-                del self._stores[store.block_hash]
+            if self._copying is store:
+                self._copying = None
                 self._changed.notify_all()
+            if not store.is_held:
+                return
+            store.is_held = False
+            self._copied_ids.append(store.block_id)
+            is_known = len(self._copied_ids) > 1
+        if not is_known:
+            self._wakeup()
+
+    def _drop(self, store: _Store) -> None:
+        """Nothing comes of it."""
+        with self._changed:
+            self._to_copy.pop(store, None)
+            self._to_write.discard(store)
+            if self._forget(store):
+                self._metrics.dropped_blocks.inc(not store.is_cancelled)
+            self._release(store)
+
+    def _forget(self, store: _Store) -> bool:
+        """False if another one has its place, or none."""
+        is_here = self._stores.get(store.block_hash) is store
+        if is_here:
+            del self._stores[store.block_hash]
+        return is_here
 
     def _write(self, store: _Store) -> None:
         content, store.content = store.content, None
         assert content is not None, "it is copied"
+        with self._changed:
+            self._to_write.discard(store)
         for tier in self._tiers:
             if tier.put(store.block_hash, store.parent, content, lambda: not store.is_cancelled):
                 self._metrics.num_bytes.labels(tier.name, "stored").inc(self._block_bytes)
-
-    def _next_write(self) -> _Store | None:
+        self._show_tiers()
         with self._changed:
-            self._changed.wait_for(lambda: self._to_write or (self._is_closed and not self._stores))
-            return self._to_write.popleft() if self._to_write else None
+            self._forget(store)
 
     # ---- the thread that loads
 
-    def _run_loads(self, copier: Copier) -> None:
-        while (load := self._next_load()) is not None:
-            num_loaded = 0
-            try:
-                for _ in self._loaded(load, copier):
-                    num_loaded += 1
-            except Exception:  # whatever a device may raise: the engine computes the blocks
-                logger.exception("a KV block could not be loaded")
-            self._end_load(load, num_loaded)
-            self._wakeup()
-
-    def _next_load(self) -> _Load | None:
+    def _load(self, load: _Load) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._to_load or self._is_closed)
-            if self._is_closed:
-                return None
-            load = self._to_load.popleft()
+            if self._is_closed or load.num_loaded is not None:
+                return
             load.has_begun = True
-            return load
+        for _ in self._loaded(load):
+            load.num_filled += 1
+        self._end_load(load)
 
-    def _loaded(self, load: _Load, copier: Copier) -> Iterator[None]:
+    def _loaded(self, load: _Load) -> Iterator[None]:
         """Fill the load's blocks, up to the first that no tier has."""
         parent = load.parent
         for block_hash, block_id in zip(load.block_hashes, load.block_ids, strict=True):
             if load.is_cancelled or (content := self._get(load, block_hash, parent)) is None:
                 return
-            copier.write(block_id, content)
+            self._write_copier.write(block_id, content)
             parent = block_hash
             yield
 
@@ -419,19 +422,25 @@ class KVOffload:
             return content
         return None
 
-    def _end_load(self, load: _Load, num_loaded: int) -> None:
+    def _end_load(self, load: _Load) -> None:
         with self._changed:
-            if load.is_cancelled:
-                num_loaded = 0
-            load.num_loaded = num_loaded
-            if load.kept:
-                self._num_kept_loads -= 1
-                self._events.append(BlocksFreed(load.kept))
+            if load.num_loaded is not None:
                 return
-            if num_loaded:
-                num_tokens = load.num_cached_tokens + num_loaded * self._block_size
-                self._events.append(BlocksConfirmed(load.request, num_tokens))
-            self._events.append(PrefixEnded(load.request))
+            num_loaded = 0 if load.is_cancelled else load.num_filled
+            self._events += self._events_of(load, num_loaded)
+            load.num_loaded = num_loaded
+            self._num_kept_loads -= bool(load.kept)
+        self._wakeup()
+
+    def _events_of(self, load: _Load, num_loaded: int) -> list[KVEvent]:
+        """Return how the engine hears of a load's end."""
+        if load.kept:
+            return [BlocksFreed(load.kept)]
+        ended = PrefixEnded(load.request)
+        if not num_loaded:
+            return [ended]
+        num_tokens = load.num_cached_tokens + num_loaded * self._block_size
+        return [BlocksConfirmed(load.request, num_tokens), ended]
 
     # ---- metrics
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pdserve_common import defects
 from pdserve_common.errors import KVTransferError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
@@ -100,7 +101,7 @@ class Connector(ABC, Generic[MessageT]):
         try:
             self._tick()
         except Exception as error:  # a defect: nobody waits for ticks, but `failure` is asked for
-            logger.exception("a tick of the KV connector failed")
+            defects.record("kv_link", error, "this worker")
             self._defect = f"a tick of the KV connector failed: {error!r}"
 
     def _tick(self) -> None:

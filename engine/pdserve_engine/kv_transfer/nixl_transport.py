@@ -13,13 +13,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # its own up to Python 3.10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdserve_common import defects
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVRankEndpoint
 from pdserve_engine.kv_transfer.base import PoolTransport, ReadDone, check_block_ids
@@ -126,7 +127,7 @@ class NixlTransport(PoolTransport):
         try:
             # Twice as long: the call into NIXL may itself hang.
             outcome.result(timeout=2 * SELF_CHECK_S)
-        except (*NIXL_ERRORS, ValueError, TimeoutError, FutureTimeoutError) as error:
+        except Exception as error:  # whatever it is, it has not moved any
             raise KVTransferError(
                 f"NIXL moves no bytes with UCX_TLS={_ucx_tls()} ({error or 'it hangs'}): set "
                 "require_transport, or UCX_TLS, to what this machine has"
@@ -201,29 +202,30 @@ class NixlTransport(PoolTransport):
     def _run(self) -> None:
         try:
             self._agent = NixlAgent(self._agent_name, self._kv_cache)
+            self._reads = Reads(
+                self._agent,
+                on_progress=self._on_progress,
+                lose=self._lose,
+                fail=self._fail,
+                clock=self._clock,
+            )
+            self._opened.set_result(self._agent.endpoint)
         except BaseException as error:  # `register` waits for this thread
             message = f"NIXL cannot start with UCX_TLS={_ucx_tls()}: {error}"
             self._opened.set_exception(KVTransferError(message))
             return
-        self._reads = Reads(
-            self._agent,
-            on_progress=self._on_progress,
-            lose=self._lose,
-            fail=self._fail,
-            clock=self._clock,
-        )
-        self._opened.set_result(self._agent.endpoint)
         try:
             self._work()
+        except BaseException as error:  # nobody knows any more what will land (K5)
+            defects.record("kv_transfer", error, "this worker")
+            self._fail("the KV transfer thread has died")
+            for peer in self._all_peers:
+                with defects.contained("kv_transfer", "word of a lost peer"):
+                    peer.on_lost("the transfer thread has died")
         finally:
             self._turn = None
-            # Only after a bug is there anybody left to tell.
             with self._lock:
                 self._is_closed = True
-            if self._close_by is None:
-                self._fail("the KV transfer thread has died")
-                for peer in self._all_peers:
-                    peer.on_lost("the transfer thread has died")
 
     def _work(self) -> None:
         while self._close_by is None or any(peer.posted for peer in self._all_peers):
@@ -292,7 +294,7 @@ class NixlTransport(PoolTransport):
     def _check_own_pool(self, outcome: "Future[None]") -> None:
         try:
             check_own_pool(self._agent, self._kv_cache, SELF_CHECK_S)
-        except (*NIXL_ERRORS, ValueError, TimeoutError) as error:
+        except Exception as error:  # whoever waits gets it
             outcome.set_exception(error)
         else:
             outcome.set_result(None)
@@ -332,13 +334,22 @@ class NixlTransport(PoolTransport):
             return  # nobody would use the connection, and NIXL would not close it
         self._all_peers.append(peer)
         peer.connect_by = self._clock() + CONNECT_S
-        try:
+        with self._loses_unconnected(peer):
             peer.blocks = self._agent.add_peer(peer.rank)
             if self._agent.num_left_open > MAX_LEFT_OPEN:
                 self._fail(f"more than {MAX_LEFT_OPEN} broken connections cannot be closed")
             self._post_probe(peer)
+
+    @contextlib.contextmanager
+    def _loses_unconnected(self, peer: Peer) -> Iterator[None]:
+        """Lose the peer by an exception: nothing was read into the pool from it yet."""
+        try:
+            yield
         except (*NIXL_ERRORS, ValueError) as error:
             self._lose(peer, f"cannot connect: {error}")
+        except Exception as error:
+            defects.record("kv_transfer", error, f"the connection to {peer.key}")
+            self._lose(peer, f"cannot connect: {error!r}")
 
     def _post_probe(self, peer: Peer) -> None:
         peer.probe = self._agent.make_probe(peer.rank)
@@ -359,16 +370,14 @@ class NixlTransport(PoolTransport):
         if error:
             self._lose(peer, f"cannot connect: {error}")
             return
-        self._agent.mark_connected(peer.rank.agent_name)
-        is_quick = polled_at - peer.probed_at < self._agent.quick_probe_s
-        peer.num_quick += peer.is_probe_over or is_quick
-        if peer.num_quick == NUM_QUICK or peer.num_probes == MAX_PROBES:
-            self._label(peer)
-        elif not peer.is_lost:
-            try:
+        with self._loses_unconnected(peer):
+            self._agent.mark_connected(peer.rank.agent_name)
+            is_quick = polled_at - peer.probed_at < self._agent.quick_probe_s
+            peer.num_quick += peer.is_probe_over or is_quick
+            if peer.num_quick == NUM_QUICK or peer.num_probes == MAX_PROBES:
+                self._label(peer)
+            elif not peer.is_lost:
                 self._post_probe(peer)
-            except NIXL_ERRORS as post_error:
-                self._lose(peer, f"cannot connect: {post_error}")
 
     def _drop_probe(self, peer: Peer) -> None:
         """Also of one that may still land: that is in the agent's own memory."""

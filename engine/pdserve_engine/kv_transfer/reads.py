@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve_common import defects
 from pdserve_engine.kv_transfer.base import ReadDone, ReadResult
 from pdserve_engine.kv_transfer.nixl import (
     NIXL_ERRORS,
@@ -192,7 +193,9 @@ class Reads:
             self._agent.post(part.handle)
         except RemoteDisconnectError as error:
             self._settle(part, str(error), now)
-        except NIXL_ERRORS as error:
+        except Exception as error:  # of NIXL, or a defect
+            if not isinstance(error, NIXL_ERRORS):
+                defects.record("kv_transfer", error, f"a READ from {peer.key}")
             if part.handle is None:  # it was never posted
                 self._settle(part, str(error), now)
             else:

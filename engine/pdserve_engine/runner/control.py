@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve_common import defects
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, PdserveError
@@ -199,20 +200,13 @@ class EngineControl:
         """Raises LoraError without the folder's place: routers' clients get to read it."""
         await self._until_done(reading)
         try:
-            with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
+            what = f"adapter {lora.lora_name!r}"
+            with _defect_is_refused(lora.lora_name, "read"), _out_of_memory_is_refused(what):
                 adapter = reading.result()
-        except PdserveError:
-            raise
         except LoraError as error:
             logger.warning("adapter %r is refused: %s", lora.lora_name, error)
             shown = lora.lora_path or lora.lora_name
             raise LoraError(str(error).replace(str(folder), shown)) from error
-        except Exception as error:  # nothing of it is in the engine yet
-            logger.exception("adapter %r cannot be read", lora.lora_name)
-            raise LoraError(
-                f"adapter {lora.lora_name!r} cannot be read: {type(error).__name__}, see the "
-                "worker's log"
-            ) from error
         if lora.digest not in ("", adapter.digest):
             raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
         return adapter
@@ -238,7 +232,8 @@ class EngineControl:
         fetch = self._fetch_adapter(hub_path)
         try:
             await self._until_done(fetch.future)
-            return fetch.future.result()
+            with _defect_is_refused(lora.lora_name, "downloaded"):
+                return fetch.future.result()
         finally:
             fetch.cancel()  # whoever asked may have given up
 
@@ -267,12 +262,13 @@ class EngineControl:
         """End a profile that has its steps; call it after every step."""
         if self._profile_end is None or self._core.step_seq < self._profile_end:
             return
-        try:
-            self._profile_path = self._stop_profile()
-        except FailedPreconditionError as error:
-            logger.warning("%s", error)
-        else:
-            logger.info("profiled %d steps: %s", MAX_PROFILE_STEPS, self._profile_path)
+        with defects.contained("profiler", "a profile"):
+            try:
+                self._profile_path = self._stop_profile()
+            except FailedPreconditionError as error:
+                logger.warning("%s", error)
+            else:
+                logger.info("profiled %d steps: %s", MAX_PROFILE_STEPS, self._profile_path)
 
     def end_for_drain(self) -> None:
         """Let what was accepted finish. What waits while memory is asleep cannot: it goes back."""
@@ -400,6 +396,20 @@ class EngineControl:
         self._profile_end = None
         path, self._profile_path = self._profile_path, None
         return path or self._core.wait_for(self._core.executor.stop_profile())
+
+
+@contextmanager
+def _defect_is_refused(lora_name: str, what: str) -> Iterator[None]:
+    """Raise LoraError for what nobody expected: nothing of the adapter is in the engine yet."""
+    try:
+        yield
+    except (PdserveError, LoraError):
+        raise
+    except BaseException as error:
+        defects.record("adapters", error, f"adapter {lora_name!r}")
+        raise LoraError(
+            f"adapter {lora_name!r} cannot be {what}: {type(error).__name__}, see the worker's log"
+        ) from error
 
 
 @contextmanager

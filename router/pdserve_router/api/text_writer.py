@@ -1,17 +1,15 @@
 """The way of a stream's plain text to its connection, without its task."""
 
-import logging
 from functools import partial
 
 from starlette.types import Scope
 
+from pdserve_common import defects
 from pdserve_router.api.http_connections import connection_of
 from pdserve_router.api.openai_answer import AnswerFormat
 from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.outputs import RequestOutputCollector
-
-logger = logging.getLogger(__name__)
 
 
 class TextWriter:
@@ -45,7 +43,7 @@ class TextWriter:
         try:
             if data := self._form.text_event(*new):
                 self._connection.write_chunk(data)
-        except Exception:
+        except Exception as error:
             # A defect, which must not end others' streams: the task ends this one.
-            logger.exception("an answer's text cannot be written")
+            defects.record("requests", error, "one answer")
             self._live.on_defect()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from pdserve_common import defects
 from pdserve_common.capabilities import adapter_not_held
 from pdserve_common.engine_types import (
     EngineCoreRequest,
@@ -453,9 +454,9 @@ class RedriveQueue:
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()
         try:
             redrive.resend(route)
-        except Exception:
+        except Exception as error:
             # A defect with one request must neither leave it without an end nor stop the others.
-            logger.exception("request %s: cannot be sent again", redrive.core_request.request_id)
+            defects.record("requests", error, f"request {redrive.core_request.request_id}")
             redrive.on_defect()
         return True
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdserve_common import defects
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import PdserveError
 from pdserve_common.lora_metrics import ScaleOuts
@@ -99,11 +100,17 @@ class AdapterScaleOut:
         except PdserveError as error:
             _note_asked(adapter, workers)
             logger.info("the adapter %s is not on %s: %s", adapter.name, addresses, error.message)
-            self._outcomes.refused.inc()
-            turn.due = self._clock() + turn.backoff_s
-            turn.backoff_s = min(2 * turn.backoff_s, MAX_BACKOFF_S)
+            self._refused(turn)
+        except Exception as error:
+            defects.record("adapters", error, f"{addresses} the adapter {adapter.name}")
+            self._refused(turn)
         finally:
             self._task = None
+
+    def _refused(self, turn: _Turn) -> None:
+        self._outcomes.refused.inc()
+        turn.due = self._clock() + turn.backoff_s
+        turn.backoff_s = min(2 * turn.backoff_s, MAX_BACKOFF_S)
 
     # ---- whom to add it to
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 
+from pdserve_common import defects
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.rpc import join_address
 
@@ -138,7 +139,8 @@ class Discovery:
 
     async def _follow(self, source: Source) -> None:
         while True:
-            await self._ask(source)
+            with defects.contained("discovery", f"a look at {source}"):
+                await self._ask(source)
             await asyncio.sleep(source.interval_s)
 
     async def _ask(self, source: Source) -> None:
@@ -153,6 +155,7 @@ class Discovery:
         self._problems.pop(source, None)
         if addresses != self._found.get(source):
             logger.info("%s lists %s", source, ", ".join(addresses) or "no workers")
-            self._found[source] = addresses
-            every = (*self.static, *(a for found in self._found.values() for a in found))
+            found = {**self._found, source: addresses}
+            every = (*self.static, *(a for each in found.values() for a in each))
             self._on_addresses(self._role, tuple(dict.fromkeys(every)))
+            self._found = found  # told, or it is told again

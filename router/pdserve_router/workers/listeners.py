@@ -1,13 +1,11 @@
 """Who takes what one worker brings: requests by their names, and by the handles of tokens."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
-
-logger = logging.getLogger(__name__)
 
 OutputCallback = Callable[[EngineCoreOutput], None]
 # Takes a token, its index in the answer and the time (ns), or returns False.
@@ -100,8 +98,8 @@ class Listeners:
                 continue
             try:
                 is_taken = listener.take_token(token_id, index, now_ns)
-            except Exception:
-                self._on_defect(listener)
+            except Exception as error:
+                self._on_defect(listener, error)
                 continue
             num_taken += is_taken
             if not is_taken:
@@ -118,12 +116,12 @@ class Listeners:
             self.forget(output.request_id)
         try:
             listener.on_output(output)
-        except Exception:
-            self._on_defect(listener)
+        except Exception as error:
+            self._on_defect(listener, error)
 
-    def _on_defect(self, listener: Listener) -> None:
+    def _on_defect(self, listener: Listener, error: Exception) -> None:
         """A defect while taking one request's output must not end the others' stream."""
-        logger.exception("request %s: cannot take an output", listener.request_id)
+        defects.record("requests", error, f"request {listener.request_id}")
         self.forget(listener.request_id)
         listener.on_defect()
 

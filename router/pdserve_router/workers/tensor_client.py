@@ -1,7 +1,6 @@
 """Puts tensors on one worker before the requests that name them are sent there."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import grpc
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreRequest, TensorRef
 from pdserve_common.errors import (
     EngineDeadError,
@@ -21,8 +21,6 @@ from pdserve_common.rpc import retry_after_ms_of
 from pdserve_common.tensors import CHUNK_BYTES
 from pdserve_common.wire import to_proto
 from pdserve_router.workers.held_tensors import HeldTensors
-
-logger = logging.getLogger(__name__)
 
 # A worker gives an upload as long.
 PUT_TIMEOUT_S = 10.0
@@ -104,8 +102,8 @@ class TensorClient:
         except PdserveError as error:
             if self._is_wanted(request):
                 fail(error)
-        except Exception:  # a defect: the request must not wait for its deadline
-            logger.exception("tensors of %s cannot be put", request.request_id)
+        except Exception as error:  # a defect: the request must not wait for its deadline
+            defects.record("worker_link", error, f"request {request.request_id}")
             if self._is_wanted(request):
                 fail(EngineDeadError("a tensor could not be put, see the router's log"))
         else:

@@ -12,7 +12,7 @@ import grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common import attach_protocol, wire
+from pdserve_common import attach_protocol, defects, wire
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -243,9 +243,15 @@ class WorkerClient:
 
     async def _run(self) -> None:
         while True:
-            # A channel for each stream: it takes its certificates when it is made.
-            async with self._open_channel(self.address) as channel:
-                await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
+            # A defect of this process: its requests must not hang, and the worker may come back.
+            try:
+                # A channel for each stream: it takes its certificates when it is made.
+                async with self._open_channel(self.address) as channel:
+                    await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
+            except Exception as error:
+                defects.record("worker_link", error, f"the link to worker {self.address}")
+                with defects.contained("worker_link", f"word of worker {self.address}"):
+                    self._lost("internal error of the router")
             # Jitter: routers that lost the same worker do not return all at once.
             await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
             self._backoff_s = self._next_backoff_s
@@ -276,10 +282,6 @@ class WorkerClient:
             self._broken(error)
         except (LinkLostError, InvalidRequestError) as error:
             self._lost(str(error))
-        except Exception:
-            # A defect of this process: its requests must not hang, and the worker may come back.
-            logger.exception("the link to worker %s failed", self.address)
-            self._lost("internal error of the router")
         finally:
             self._stream = None
             puts, self._puts = self._puts, None
@@ -486,10 +488,12 @@ class WorkerClient:
         was_held = self.state is WorkerState.REATTACHING
         last_state = self._held_state if was_held else self.state
         error_type = DrainingError if last_state is WorkerState.DRAINING else EngineDeadError
-        if self.state is not WorkerState.DOWN:
-            self.state = WorkerState.DOWN
-            self._on_change()
-        self._fail_all(reason, error_type)
+        try:
+            if self.state is not WorkerState.DOWN:
+                self.state = WorkerState.DOWN
+                self._on_change()
+        finally:
+            self._fail_all(reason, error_type)
 
     def _fail_all(self, reason: str, error_type: type[PdserveError] = EngineDeadError) -> None:
         for request_id in self._listeners.attempts():

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import NoReturn
 
+from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, WorkerRole
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter
@@ -411,8 +412,11 @@ class WorkerPool:
         joined = set(self._workers[role]) - set(before.values())
         self._list_workers()
         for worker in gone:
-            self._leaving[worker] = asyncio.create_task(
-                self._leave(worker), name=f"leave {worker.address}"
+            self._leaving[worker] = defects.spawn(
+                "workers",
+                self._leave(worker),
+                costs=f"the leave of worker {worker.address}",
+                name=f"leave {worker.address}",
             )
         self._refresh((*gone, *joined))
         self._notify()

@@ -325,35 +325,6 @@ def test_a_compiler_that_hangs_is_killed(make_compiler, monkeypatch) -> None:
     assert compiler.processes() == []
 
 
-# Where the compiler's thread calls something that may fail by a defect, once.
-CALLED = {
-    "start": (compiler_module, "CompilerProcess"),
-    "ready": (CompilerProcess, "get_ready"),
-    "compile": (CompilerProcess, "compile"),
-    "read": (CompiledGrammar, "deserialize"),
-    "keep": (GrammarCache, "put"),
-    "observe": (GrammarCompiler, "_succeed"),
-}
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_a_defect_costs_one_grammar(
-    make_compiler: Callable[..., Compiler], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    compiler = make_compiler()
-    with monkeypatch.context() as patch:
-
-        def fail(*args: object, **kwargs: object) -> None:
-            raise ZeroDivisionError("a defect")
-
-        patch.setattr(*CALLED[name], fail)
-        error = compiler.error(NUMBER)
-    assert isinstance(error, RequestFailedError)
-    assert "the grammar compiler failed" in error.message
-    assert compiler.error(WORD) is None
-    assert compiler.error(NUMBER) is None
-
-
 def test_a_process_that_takes_its_time_to_die_costs_one_grammar(
     make_compiler: Callable[..., Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pdserve_common.defects import DEFECTS
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv.block_pool import BlockPool, KVCacheBlock
 from pdserve_engine.kv_offload.host_tier import HostTier
 from pdserve_engine.kv_offload.offload import KVOffload
 from pdserve_engine.request.request import RequestStatus
+from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.metrics import value
 from support.samples import seeds
 from support.scripted_engine import BLOCK_SIZE, Engine, cached_blocks, check_places, expected
@@ -296,8 +298,43 @@ def test_a_copier_that_fails_costs_a_copy_only(
     world.ask("second", [*PROMPT, 1, 2, 3, 4, 5])
     assert world.outcomes() == {"failed": 32}
     assert world.num_computed("second") == len(PROMPT) + 6
-    assert "could not be loaded" in caplog.text
-    assert "could not be copied" in caplog.text
+    assert "a defect costs a prompt KV blocks that were stored" in caplog.text
+    assert "a defect costs the copy of a KV block" in caplog.text
+    world.check()
+
+
+THREADS = call_sites(
+    KVOffload,
+    "_copy",
+    "_begin_copy",
+    "_is_wanted",
+    "_release",
+    "_drop",
+    "_forget",
+    "_write",
+    "_load",
+    "_loaded",
+    "_get",
+    "_end_load",
+    "_events_of",
+    "_show_tiers",
+)
+
+
+@each_site(THREADS)
+def test_a_defect_at_any_call_of_the_threads_costs_no_thread(site: CallSite, world: World) -> None:
+    num_defects = value(DEFECTS)
+    with fault_at(site) as fault:
+        world.ask("first", PROMPT)
+        world.evict()
+        world.ask("second", PROMPT)
+        world.evict()
+    assert value(DEFECTS) - num_defects == fault.has_raised
+    world.ask("third", [7, *PROMPT])
+    world.evict()
+    num_loaded = world.outcomes().get("loaded", 0)
+    world.ask("fourth", [7, *PROMPT])
+    assert world.outcomes()["loaded"] > num_loaded
     world.check()
 
 
