@@ -293,13 +293,17 @@ def overview() -> Dashboard:
                 queries={
                     f"{name}, {window}": f"pdserve:{rule}_over_target:ratio_rate{window}"
                     f"{{{MODEL}}} / 0.01"
-                    for rule, name in (("ttft", "TTFT"), ("itl", "time per token"))
+                    for rule, name in (
+                        ("ttft", "TTFT"),
+                        ("first_itl", "first to second token"),
+                        ("itl", "time per token"),
+                    )
                     for window in ("5m", "1h", "6h")
                 },
                 description=(
-                    "How many times faster than allowed the budget of 1% slow requests goes. 1 "
-                    "uses it up in its period, 14.4 in two days: see the runbooks of the burn "
-                    "alerts."
+                    "How many times faster than allowed the budget of 1% slow requests goes: of "
+                    "late first tokens, of pauses behind them, and of slow answers. 1 uses it up "
+                    "in its period, 14.4 in two days: see the runbooks of the burn alerts."
                 ),
             ),
             Panel(

@@ -360,6 +360,34 @@ def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
     assert decode_queue_s(engine, "c") == decode_queue_s(engine, "d") == 4
 
 
+def test_grants_of_a_full_d_do_not_make_those_behind_wait_for_p(
+    producer: ScriptedProducer, clock: Clock
+) -> None:
+    engine = Engine(clock=clock, producer=producer, num_blocks=128, max_num_seqs=1)
+    for name in ("a", "b", "c", "d"):
+        engine.add(name, [ord(name)] * 60, kv_transfer_params=ON_P)
+    engine.run()
+    for name in ("a", "b"):
+        producer.later(name)
+    engine.run()
+    clock.now_s += 3
+    for name in ("a", "b"):
+        producer.allow(name)
+    engine.step()
+    assert load_of(engine)[0] == 2, "P computes a, has b, and asks for no more yet"
+    clock.now_s += 2
+    while "b" not in started(engine):
+        engine.step()
+    producer.later("c")
+    engine.step()
+    assert load_of(engine)[0] == 2
+    clock.now_s += 4
+    for name in ("c", "d"):
+        producer.allow(name)
+        engine.run()
+    assert [decode_queue_s(engine, name) for name in ("a", "b", "c", "d")] == [3, 3, 9, 9]
+
+
 def test_a_grant_taken_back_waits_for_d_again(producer: ScriptedProducer, clock: Clock) -> None:
     engine = Engine(clock=clock, producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)

@@ -115,6 +115,16 @@ def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
     assert {name for name in declared - families if name.startswith("pdserve_")} == set()
 
 
+def test_the_budget_of_every_objective_is_on_a_dashboard() -> None:
+    shown = {str(selector.name) for query in panel_queries() for selector in selectors(query.expr)}
+    ratios = {name for name in RECORDED if "_over_target:" in name}
+    assert {of_objective(name) for name in ratios & shown} == {of_objective(n) for n in ratios}
+
+
+def of_objective(recorded: str) -> str:
+    return recorded.split(":")[1]
+
+
 @pytest.mark.parametrize(("title", "panel"), list(panels()), ids=lambda value: str(value)[:40])
 def test_panels_say_what_they_show_and_what_to_do(title: str, panel: dict[str, Any]) -> None:
     assert len(panel["description"]) > 40

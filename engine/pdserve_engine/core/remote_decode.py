@@ -6,7 +6,7 @@ full of requests that wait for the other one.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineCoreEventType
@@ -66,8 +66,8 @@ class _Waits:
         self._full = _Stopwatch()
 
     def set(self, *, is_unanswered: bool, is_full: bool, at: float) -> None:
-        """`is_unanswered`: D is asked, and nothing that it has granted waits for P; `is_full`: and
-        has said so, of all the time for which it is asked.
+        """`is_unanswered`: D is asked, and nothing waits for P that it has granted at once;
+        `is_full`: and has said so, of all the time for which it is asked.
         """
         self._unanswered.set(at if is_unanswered else None, at)
         self._full.set(self._unanswered.since if is_full else None, at)
@@ -139,7 +139,8 @@ class RemoteDecodes(Place):
         # Asked for and not started. Granted ones among them may start: their place is `waiting`.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
-        # Asked for, and D is full.
+        # Asked for, and D was full, also if it has granted them since: those behind wait for D
+        # again once P has started them.
         self._deferred: set[Request] = set()
         self._waits: dict[str, _Waits] = {}
         self._ahead: dict[str, _Ahead] = {}
@@ -168,15 +169,15 @@ class RemoteDecodes(Place):
 
     @property
     def held_up(self) -> HeldUp:
-        """Of the requests that may not start yet, those whose D has said that it is full, if it has
-        granted none that still waits for P.
+        """Of the requests that may not start yet, those whose D has said that it is full, if none
+        waits for P that it has granted at once.
         """
         engine_ids = [
             name
             for name, asked in self._asked.items()
-            if not self._deferred.isdisjoint(asked) and self._granted.isdisjoint(asked)
+            if not self._deferred.isdisjoint(asked) and self._is_unanswered(asked)
         ]
-        asked = [request for name in engine_ids for request in self._asked.get(name, ())]
+        asked = [r for name in engine_ids for r in self._asked[name] if r not in self._granted]
         queues = [self._queues[name] for name in engine_ids if name in self._queues]
         return HeldUp(
             len(asked) + sum(map(len, queues)),
@@ -310,7 +311,6 @@ class RemoteDecodes(Place):
             held_up_s = self._waits[_engine_id(request)].of_asked_s(request, granted_time)
             request.decode_queue_s = max(0.0, held_up_s)
         self._granted.add(request)
-        self._deferred.discard(request)
         # P may have been in the midst of a step: that was no wait for D.
         self._watch(_engine_id(request), granted_time)
 
@@ -373,12 +373,15 @@ class RemoteDecodes(Place):
 
     def _watch(self, engine_id: str, at: float | None = None) -> None:
         asked = self._asked[engine_id]
-        is_unanswered = bool(asked) and self._granted.isdisjoint(asked)
+        is_unanswered = bool(asked) and self._is_unanswered(asked)
         self._waits[engine_id].set(
             is_unanswered=is_unanswered,
             is_full=is_unanswered and not self._deferred.isdisjoint(asked),
             at=self._clock() if at is None else at,
         )
+
+    def _is_unanswered(self, asked: Collection[Request]) -> bool:
+        return (self._granted - self._deferred).isdisjoint(asked)
 
 
 def _engine_id(request: Request) -> str:
