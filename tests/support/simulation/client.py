@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import ErrorCode, FinishReason
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_common.errors import PdserveError
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.outputs import RequestOutput
+from pdserve_router.requests.suspects import NUM_DEATHS
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
 from support.scripted_engine import expected
@@ -28,6 +29,8 @@ EXPECTED_ERRORS = {
     ErrorCode.ENGINE_DEAD,
     ErrorCode.DRAINING,
 }
+# And this, if so many workers were lost: nobody can tell that the request was not why.
+LOST_UNDER_IT = "workers were lost under this request"
 # A deadline's own timer, and the turn that its end takes to be read.
 DEADLINE_SLACK_S = 0.1
 
@@ -51,7 +54,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error_code: ErrorCode | None = None
+    error: EngineError | None = None
     num_redrives: int = 0
     # Its client has had no patience any more.
     has_left: bool = False
@@ -61,7 +64,7 @@ class Answer:
         if self.finish_reason is None:
             return "left" if self.has_left else "no end"
         reason = str(self.finish_reason)
-        return reason if self.error_code is None else f"{reason}_{self.error_code.name}".lower()
+        return reason if self.error is None else f"{reason}_{self.error.code.name}".lower()
 
 
 async def ask(world: "World", router: Router, what: Ask) -> None:
@@ -86,19 +89,20 @@ async def ask(world: "World", router: Router, what: Ask) -> None:
             raise
         world.journal.note(f"{what.request_id} leaves")
     except PdserveError as error:
-        answer.finish_reason, answer.error_code = FinishReason.ERROR, error.code
+        answer.finish_reason, answer.error = FinishReason.ERROR, error.to_engine_error()
     finally:
         if timer is not None:
             timer.cancel()
     world.journal.note(f"{what.request_id} ends: {answer.outcome}")
     world.outcomes[answer.outcome] += 1
     world.num_redrives += answer.num_redrives
-    for problem in problems(what, answer, world.loop.time() - began_s):
+    num_lost = world.num_lost_workers(began_s)
+    for problem in problems(what, answer, world.loop.time() - began_s, num_lost):
         world.blame(f"{what.request_id}: {problem}")
 
 
-def problems(what: Ask, answer: Answer, took_s: float) -> list[str]:
-    """Return what is wrong with an answer."""
+def problems(what: Ask, answer: Answer, took_s: float, num_lost_workers: int) -> list[str]:
+    """Return what is wrong with an answer that so many workers were lost during."""
     right = expected(list(what.prompt), what.num_tokens)
     found = []
     if answer.token_ids != right[: len(answer.token_ids)]:
@@ -109,8 +113,10 @@ def problems(what: Ask, answer: Answer, took_s: float) -> list[str]:
         found.append("it has no end")
     if answer.finish_reason not in (FinishReason.LENGTH, FinishReason.ERROR, None):
         found.append(f"it ends with {answer.finish_reason}")
-    if answer.error_code is not None and answer.error_code not in EXPECTED_ERRORS:
-        found.append(f"it fails with {answer.error_code.name}")
+    if (error := answer.error) is not None:
+        is_blamed = LOST_UNDER_IT in error.message and num_lost_workers >= NUM_DEATHS
+        if error.code not in EXPECTED_ERRORS and not is_blamed:
+            found.append(f"it fails with {error.code.name}: {error.message}")
     if took_s > what.deadline_s + DEADLINE_SLACK_S:
         found.append(f"it took {took_s:.3f} s, its deadline is {what.deadline_s:.3f} s")
     return found
@@ -144,5 +150,5 @@ def _take(output: RequestOutput, answer: Answer) -> None:
     if output.finished:
         assert output.metrics is not None
         answer.finish_reason = completion.finish_reason
-        answer.error_code = None if completion.error is None else completion.error.code
+        answer.error = completion.error
         answer.num_redrives = output.metrics.num_redrives

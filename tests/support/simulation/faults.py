@@ -22,6 +22,12 @@ class Fault:
     whom: tuple[str, ...]
     duration_s: float
 
+    @property
+    def costs_a_worker(self) -> bool:
+        """May the router take a worker for dead, be it for good or for a while?"""
+        is_cut_off = self.kind in BETWEEN_TWO and ROUTER in self.whom
+        return is_cut_off or self.kind in ("kill", "freeze")
+
     def __str__(self) -> str:
         return f"{self.kind} {' '.join(self.whom)} for {self.duration_s:.3f} s"
 

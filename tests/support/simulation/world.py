@@ -64,6 +64,8 @@ class World:
         self._asks = [self._draw(number) for number in range(NUM_REQUESTS)]
         self.workers: dict[str, SimulatedWorker] = {}
         self._starts: list[SimulatedWorker] = []
+        # When clients and faults began.
+        self._began_s = loop.time()
         self.problems: list[str] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.num_redrives = 0
@@ -72,6 +74,15 @@ class World:
         """Note what must not be."""
         self.problems.append(problem)
         self.journal.note(f"WRONG {problem}", "world")
+
+    def num_lost_workers(self, since_s: float) -> int:
+        """Return how many faults have cost a worker that were not over at `since_s`."""
+        return sum(
+            each.costs_a_worker
+            and each.at_s + each.duration_s >= since_s - self._began_s
+            and each.at_s <= self.loop.time() - self._began_s
+            for each in self._schedule
+        )
 
     def start_worker(self, name: str) -> None:
         """Start a process, unless one of that name lives."""
@@ -100,6 +111,7 @@ class World:
         router = make_router(self, process, tokenizer)
         router.pool.start()
         await self._until(lambda: [] if router.is_ready else ["the router is not ready"])
+        self._began_s = self.loop.time()
         clients = [asyncio.create_task(ask(self, router, each)) for each in self._asks]
         happenings = [asyncio.create_task(faults.happen(self, each)) for each in self._schedule]
         await asyncio.gather(*clients, *happenings)
