@@ -33,6 +33,15 @@ def test_it(): pass
 """
 SLEEPS = "import time\ndef test_it(): time.sleep({})\n"
 DIES = "import os\ndef test_it(): os._exit(3)\n"
+# OpenMP has threads when the file has been read.
+COMPUTES = """
+import torch
+def compute():
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).exp()
+compute()
+def test_it(): compute()
+"""
 BROKEN = "import nothing_of_this_name\n"
 
 Run = Callable[..., int]
@@ -93,6 +102,10 @@ def test_a_process_of_tests_that_dies_is_a_failure(run: Run, capsys) -> None:
     assert "1 passed, 1 failed" in out
     assert run({"a/test_a.py": DIES}) == 1
     assert "a: pytest ended with status 3" in capsys.readouterr().out
+
+
+def test_processes_compute_after_their_parent_has(run: Run) -> None:
+    assert run({"a/test_a.py": COMPUTES}, num_processes=1) == 0
 
 
 def test_little_that_failed_is_tried_once_more(run: Run, capsys) -> None:

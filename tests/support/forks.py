@@ -7,8 +7,10 @@ import atexit
 import itertools
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
@@ -95,13 +97,15 @@ class _Fork:
         # The test that it has begun last.
         self.current = "no test"
         self.connection, theirs = Pipe()
-        self._pid: int | None = os.fork()
-        self._status = 0
-        if self._pid == 0:
+
+        def begin() -> NoReturn:
             for connection in (self.connection, *(other.connection for other in others)):
                 connection.close()
             os.environ[NUMBER] = str(number)
             _be_fork(session, files, theirs)
+
+        self._pid: int | None = _fork(begin)
+        self._status = 0
         theirs.close()
 
     def has_ended(self) -> bool:
@@ -119,6 +123,27 @@ class _Fork:
         if self._pid is not None:
             os.kill(self._pid, 9)
             self.has_ended()
+
+
+def _fork(begin: Callable[[], NoReturn]) -> int:
+    """Return a child's process id. It goes on in a thread that has computed nothing: of one that
+    has, OpenMP takes the helpers to be there still, and waits for them forever.
+    """
+    pids = []
+
+    def fork() -> None:
+        with warnings.catch_warnings():
+            # Of the other thread, which only waits.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            begin()
+        pids.append(pid)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return pids[0]
 
 
 class _Reporter:
