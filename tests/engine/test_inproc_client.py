@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pdserve_common.cores import usable_cores
+from pdserve_engine.clients import inproc
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
 from support.engines import Client, launched
@@ -46,6 +47,18 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(make_model: Callable[
             await until(engine.problem)
             assert "a step has taken more than 0.1 s" in (engine.problem() or "")
         await client.end_of("a")
+
+
+async def test_a_drain_does_not_wait_for_a_step_that_hangs(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inproc, "HAND_BACK_TIMEOUT_S", 1000.0)
+    settings = {"kv_cache_memory_mib": 8, "step_timeout_s": 0.1}
+    async with launched(make_model(), engine_process="inproc", **settings) as engine:
+        with held_steps():
+            Client(engine).add("a")
+            await until(engine.problem)
+            assert await asyncio.wait_for(engine.drain(0.0), 60.0) == 1
 
 
 async def test_a_request_is_queued_from_its_arrival_on_whatever_the_engine_does(

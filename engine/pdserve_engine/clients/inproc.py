@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 5e-4
 JOIN_TIMEOUT_S = 30.0
 DRAIN_POLL_S = 0.02
-# After a drain's timeout: handing requests back takes one step, if none hangs.
+# After a drain: handing requests back takes one step, and is not waited for when one hangs.
 HAND_BACK_TIMEOUT_S = 1.0
 # An idle engine looks around at least this often.
 MAX_WAIT_S = 60.0
@@ -232,11 +232,14 @@ class InprocEngineClient:
     def problem(self) -> str | None:
         if self._error is not None:
             return self._error
-        bound_s = self._loaded.step_watch.overrun(self._core.running_step)
-        if bound_s is not None:
+        if (bound_s := self._overrun_s()) is not None:
             return f"a step has taken more than {bound_s:g} s"
         failures = (connector.failure() for connector in self._connectors)
         return self._core.executor.failure() or next(filter(None, failures), None)
+
+    def _overrun_s(self) -> float | None:
+        """Return the bound that a step has overrun, which it may never end."""
+        return self._loaded.step_watch.overrun(self._core.running_step)
 
     # ---- control
 
@@ -259,7 +262,9 @@ class InprocEngineClient:
         await self._until(lambda: self._is_empty() or self.problem() is not None, timeout_s)
         if not self._is_empty():
             self._post(self._core.hand_back)
-            await self._until(self._is_empty, HAND_BACK_TIMEOUT_S)
+            await self._until(
+                lambda: self._is_empty() or self._overrun_s() is not None, HAND_BACK_TIMEOUT_S
+            )
         # Owners are left if the engine has not come to it: routers see their streams end.
         return self._core.num_handed_back + len(self._owners)
 
