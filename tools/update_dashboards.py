@@ -1570,6 +1570,18 @@ def router() -> Dashboard:
                 ),
             ),
             Panel(
+                title="Defects",
+                unit="ops",
+                width=24,
+                queries={
+                    "{{pod}} {{loop}}": sum_rate("pdserve_defects_total", by="pod, loop"),
+                },
+                description=(
+                    "Exceptions that nobody expected, of all processes. The log says what each has "
+                    "cost: see the runbook of PdserveDefect."
+                ),
+            ),
+            Panel(
                 title="Processes",
                 unit="short",
                 width=24,

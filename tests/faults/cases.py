@@ -28,6 +28,7 @@ READ_FAULTS = (
     "stall",
     "late",
     "corrupt",
+    "defect",
 )
 # Of these nobody knows whether it will land: the worker has to be restarted.
 FATAL_READ_FAULTS = ("post_backend_error", "backend_error")

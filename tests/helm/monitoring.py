@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import Histogram, MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from pdserve_common import metrics
+from pdserve_common import defects, metrics
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_common.tensor_metrics import TensorMetrics
 from pdserve_common.tracing_metrics import TracingMetrics
@@ -162,6 +162,7 @@ def exported() -> dict[str, set[str]]:
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
     metrics.GrammarMetrics(registry)
+    defects.export(registry)
     TensorMetrics(registry)
     TracingMetrics(registry)
     KVOffloadMetrics(registry)

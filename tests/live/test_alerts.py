@@ -114,6 +114,12 @@ def damaged_reads(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def defective_reads(world: World) -> Iterator[None]:
+    with faulty_reads(world, "defect", count=2):
+        yield
+
+
+@contextlib.contextmanager
 def slow_reads(world: World) -> Iterator[None]:
     with faulty_reads(world, "late", count=100, delay_s=0.8):
         yield
@@ -322,6 +328,7 @@ CASES = [
     Case(one_lost_way, (alert("PdservePairFailed"),)),
     # Both: what one still has to raise would be found in the next test.
     Case(damaged_reads, tuple(alert("PdserveCorruptBlocks", pod=name) for name in DECODE)),
+    Case(defective_reads, tuple(alert("PdserveDefect", pod=name) for name in DECODE)),
     Case(slow_reads, (alert("PdserveTransferSlow"),)),
     Case(held_reads, (alert("PdserveSessionsExpiredOrFenced", reason="expired"),)),
     Case(drained_before_reads, (alert("PdserveSessionsExpiredOrFenced", reason="fenced"),)),

@@ -397,6 +397,15 @@ CASES = [
         },
         {"damaged": {PAGE}},
     ),
+    Case(
+        "PdserveDefect",
+        10,
+        {
+            "one": {'pdserve_defects_total{pod="d", loop="kv_link"}': "0x5 1x60"},
+            "none": {'pdserve_defects_total{pod="d", loop="kv_link"}': "0x60"},
+        },
+        {"one": {TICKET}},
+    ),
 ]
 
 

@@ -40,6 +40,8 @@ class ReadFault(enum.Enum):
     LATE = "late"
     # It ends well, with wrong numbers in its last block.
     CORRUPT = "corrupt"
+    # An exception that nobody expects, before it was posted.
+    DEFECT = "defect"
 
 
 _POST_ERRORS = {
@@ -157,9 +159,12 @@ class FaultyNixlAgent(NixlAgent):
         return handle
 
     def make_read(self, blocks: BlockDescriptors, remote: BlockIds, local: BlockIds) -> Any:
+        read = self.faults.take(local)
+        if read is not None and read.fault is ReadFault.DEFECT:
+            raise AssertionError("injected")
         handle = super().make_read(blocks, remote, local)
         self._count("handles", 1)
-        self._reads[id(handle)] = self.faults.take(local)
+        self._reads[id(handle)] = read
         return handle
 
     def release(self, handle: Any) -> None:
