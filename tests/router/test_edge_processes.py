@@ -81,7 +81,11 @@ async def edge(tokenizer, model_dir, monkeypatch):
 def templates() -> list[psutil.Process]:
     """What is forked, if it was started."""
     children = [child for child in psutil.Process().children() if child.is_running()]
-    return [child for child in children if "pdserve_router.api.edge_child" in child.cmdline()]
+    return [
+        child
+        for child in children
+        if child.cmdline()[1:3] == ["-m", "pdserve_router.api.edge_child"]
+    ]
 
 
 def template() -> psutil.Process:
