@@ -1,8 +1,10 @@
 """The stack that is fuzzed, and what has to hold of it after every input, and in the end."""
 
 import contextlib
+import functools
 import http.client
 import json
+import operator
 import signal
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ from support.stack import RunningStack
 # Of what has to happen, however busy the machine is.
 ANSWER_S = 60.0
 SETTLE_S = 60.0
+NUM_LOOKS = 4
 # Descriptors that gRPC and libraries open now and then and keep, as for a new thread's wake-ups.
 MAX_MORE_DESCRIPTORS = 16
 # What allocators and caches keep of the largest messages at once.
@@ -53,7 +56,7 @@ class System:
         self._tasks_folder = tasks_folder
         self._log_offsets = dict.fromkeys((p.name for p in stack.processes), 0)
         self._honest_answer = self._ask_honestly()
-        self._resources = {name: self._resources_of(name) for name in self._log_offsets}
+        self._resources = {name: self._settled_resources_of(name) for name in self._log_offsets}
 
     @property
     def router_address(self) -> str:
@@ -115,6 +118,12 @@ class System:
             return f"tasks {dict(more)}"
         return ""
 
+    def _settled_resources_of(self, name: str) -> Resources:
+        """Of several looks: a loop that waits anew is without its task for a moment."""
+        looks = [self._resources_of(name) for _ in range(NUM_LOOKS)]
+        tasks = functools.reduce(operator.or_, (look.tasks for look in looks))
+        return looks[-1]._replace(tasks=tasks)
+
     def _resources_of(self, name: str) -> Resources:
         process = psutil.Process(self.stack.process(name).pid)
         rss_mib = process.memory_info().rss / 2**20
@@ -146,7 +155,7 @@ class System:
                 self._log_offsets[process.name] = 0
         self.stack.wait_until_whole()
         for name in self._log_offsets:
-            self._resources[name] = self._resources_of(name)
+            self._resources[name] = self._settled_resources_of(name)
         self.new_errors()
 
     # ---- the honest client
