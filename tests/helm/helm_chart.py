@@ -1,10 +1,10 @@
 """Renders the chart with Helm's own engine, and finds things in what comes out."""
 
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import yaml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -114,13 +114,18 @@ MATRIX: dict[str, dict[str, Any]] = {
 }
 
 
+def helm() -> Any:
+    """Return helm_python. Go starts threads when that is imported, and does not survive a fork: so
+    nobody does before the processes of tests are forked.
+    """
+    return importlib.import_module("helm_python")
+
+
 def render(
     values: Mapping[str, Any] | None = None, *, chart: Path = CHART, name: str = "demo"
 ) -> list[Manifest]:
     """Return all manifests, those of `helm test` as well. Raises helm_python.HelmError."""
-    texts = helm_python.Chart.load(str(chart)).render(
-        dict(values or {}), name=name, namespace="serving"
-    )
+    texts = helm().Chart.load(str(chart)).render(dict(values or {}), name=name, namespace="serving")
     documents = [
         document
         for path, text in sorted(texts.items())

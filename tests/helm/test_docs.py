@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import helm_python
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, pod_specs, render
+from helm_chart import CHART, ROOT, helm, pod_specs, render
 
 from pdserve_common.version import VERSION
 
@@ -51,7 +50,7 @@ class Command(NamedTuple):
             if flag == "-f":
                 values = merged(values, yaml.safe_load((ROOT / value).read_text()))
             elif flag == "--set":
-                values = merged(values, helm_python.parse_set_string(value))
+                values = merged(values, helm().parse_set_string(value))
         return values
 
 
@@ -104,7 +103,7 @@ def test_the_chart_takes_what_the_docs_say(command: Command) -> None:
     assert (ROOT / command.words[3]).resolve() == CHART
     values = command.values()
     assert render(values, name=command.name)
-    found = helm_python.lint(str(CHART), values, strict=True)["messages"]
+    found = helm().lint(str(CHART), values, strict=True)["messages"]
     assert not [message for message in found if message["severity"] >= WARNING]
 
 

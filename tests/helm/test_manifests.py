@@ -14,10 +14,10 @@ from helm_chart import (
     component_of,
     container,
     find,
+    helm,
     of_kind,
     pod_specs,
 )
-from helm_python import lint
 
 from pdserve_client.stack import END_MARGIN_S
 from pdserve_common.config import ENV_PREFIX, parse_config
@@ -68,7 +68,7 @@ def port_names(pod: Manifest) -> set[str]:
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 def test_helm_finds_nothing_to_warn_of(values: dict[str, Any]) -> None:
-    found = lint(str(CHART), values, strict=True)["messages"]
+    found = helm().lint(str(CHART), values, strict=True)["messages"]
     assert not [message for message in found if message["severity"] >= WARNING]
 
 

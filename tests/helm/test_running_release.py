@@ -4,11 +4,11 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
-import helm_python
 import pytest
 import yaml
-from helm_chart import CHART
+from helm_chart import CHART, helm
 
 # Of the Deployments that the cluster has.
 REPLICAS = {"demo-pdserve-prefill": 0, "demo-pdserve-decode": 4}
@@ -44,12 +44,12 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def cluster() -> Iterator[helm_python.Config]:
+def cluster() -> Iterator[Any]:
     """Access to a cluster with REPLICAS."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ApiServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        with helm_python.Config(namespace="serving", kubeconfig_content=kubeconfig(url)) as config:
+        with helm().Config(namespace="serving", kubeconfig_content=kubeconfig(url)) as config:
             yield config
         server.shutdown()
 
@@ -67,11 +67,9 @@ def kubeconfig(url: str) -> str:
     )
 
 
-def test_autoscaling_starts_from_the_pods_that_there_are(cluster: helm_python.Config) -> None:
+def test_autoscaling_starts_from_the_pods_that_there_are(cluster: Any) -> None:
     values = {"autoscaling": {"kind": "hpa"}, "prefill": {"replicas": 2}}
-    texts = cluster.render(
-        helm_python.Chart.load(str(CHART)), values, name="demo", namespace="serving"
-    )
+    texts = cluster.render(helm().Chart.load(str(CHART)), values, name="demo", namespace="serving")
     (workers,) = (text for path, text in texts.items() if path.endswith("/workers.yaml"))
     replicas = {
         manifest["metadata"]["name"]: manifest["spec"].get("replicas")

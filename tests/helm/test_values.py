@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
-from helm_chart import CHART, CPU_VALUES, pod_specs, render
+from helm_chart import CHART, CPU_VALUES, helm, pod_specs, render
 
 import update_chart
 from pdserve_common.version import VERSION
@@ -147,7 +146,7 @@ def test_the_chart_is_of_this_version() -> None:
     ids=lambda value: None if isinstance(value, dict) else value.replace(" ", "-"),
 )
 def test_what_cannot_work_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(helm_python.HelmError) as error:
+    with pytest.raises(helm().HelmError) as error:
         render(values)
     assert message in str(error.value)
 
@@ -162,6 +161,6 @@ def test_the_cpu_profile_asks_for_no_gpu_and_for_the_model_of_the_image() -> Non
 
 @pytest.mark.parametrize("name", ["1st", "a.b"])
 def test_a_release_name_that_no_service_can_have_is_refused(name: str) -> None:
-    with pytest.raises(helm_python.HelmError, match=f'the release is named "{name}"'):
+    with pytest.raises(helm().HelmError, match=f'the release is named "{name}"'):
         render(name=name)
     render({"fullnameOverride": "first"}, name=name)
