@@ -5,7 +5,9 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,7 +23,7 @@ from pdserve_common.engine_types import (
 from pdserve_router.requests import single_completion
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.worker_client import WorkerState
-from support.fake_worker import EOS, Running, decode, hang, prefill
+from support.fake_worker import EOS, FakeWorker, Running, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT, text_of, tokens_of
 from support.waiting import until
 
@@ -451,12 +453,13 @@ async def test_the_redrives_of_a_request_are_bounded(four, caplog) -> None:
     assert told[7:] == ["3: nobody is left to go on with: it fails"]
 
 
-def drain(running: Running) -> None:
-    """Hand the request back, and come again as another process."""
+def drain(workers: Sequence[FakeWorker], running: Running) -> None:
+    """Hand the request back; come again as another process when one of the workers has it."""
     fail(running, ErrorCode.DRAINING)
+    attempt = running.request.attempt
 
     async def restart() -> None:
-        await asyncio.sleep(0.05)
+        await until(lambda: any(r.attempt > attempt for w in workers for r in w.requests))
         worker = running.worker
         worker.info = replace(worker.info, epoch=f"{int(worker.info.epoch, 16) + 1:032x}")
         worker.cut()
@@ -471,7 +474,7 @@ async def test_a_chain_of_drains_takes_nothing_of_the_redrives(
 ) -> None:
     async with start_stack(prefill=2, decode=2, max_redrives=max_redrives) as stack:
         for worker in stack.decodes:
-            worker.behave = failing(1, drain, attempts=range(num_drains))
+            worker.behave = failing(1, partial(drain, stack.decodes), attempts=range(num_drains))
         outputs = await generate(stack, timeout=60)
         await assert_recovered(stack, outputs, tokenizer)
         assert outputs[-1].metrics.num_redrives == num_drains
