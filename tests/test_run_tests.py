@@ -94,9 +94,10 @@ def test_a_part_that_collects_no_test_fails(run: Run, capsys) -> None:
     assert "b: no test was collected" in capsys.readouterr().out
 
 
-def test_a_process_of_tests_that_dies_is_a_failure(run: Run, capsys) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_process_of_tests_that_dies_is_a_failure(run: Run, num_processes: int, capsys) -> None:
     files = {"a/test_a.py": DIES, "a/test_b.py": PASSES}
-    assert run(files, "--retry", num_processes=2) == 1
+    assert run(files, "--retry", num_processes=num_processes) == 1
     out = capsys.readouterr().out
     assert re.search(r"process \d of tests died with status 3 in a/test_a.py::test_it", out)
     assert "1 passed, 1 failed" in out

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -33,16 +34,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not num_forks or session.testsfailed or session.config.option.collectonly:
         return None
     files = [list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)]
-    capture: Any = session.config.pluginmanager.getplugin("capturemanager")
-    # Its files have one position for all that inherit them.
-    capture.stop_global_capturing()
-    sys.stdout.flush()
-    sys.stderr.flush()
     forks: list[_Fork] = []
     try:
         for number in range(min(num_forks, len(files))):
             forks.append(_Fork(session, files, number, forks))
-        capture.start_global_capturing()
         _run(session, files, forks)
     finally:
         for fork in forks:
@@ -50,10 +45,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _run(session: pytest.Session, files: Files, forks: Sequence["_Fork"]) -> None:
+def _run(session: pytest.Session, files: Files, forks: list["_Fork"]) -> None:
     """Hand out files in their order and report what comes. Raises RuntimeError if a fork died."""
     config = session.config
-    not_begun = iter(range(len(files)))
+    left = deque(range(len(files)))
     running = {fork.connection: fork for fork in forks}
     died = []
     while running:
@@ -63,15 +58,20 @@ def _run(session: pytest.Session, files: Files, forks: Sequence["_Fork"]) -> Non
                 message = fork.connection.recv()
             except EOFError:
                 del running[fork.connection]
-                if not fork.has_ended():
-                    died.append(fork.describe_death())
-                    config.hook.pytest_runtest_logreport(report=failed(fork.current, died[-1]))
+                if fork.has_ended():
+                    continue
+                died.append(fork.describe_death())
+                config.hook.pytest_runtest_logreport(report=failed(fork.current, died[-1]))
+                left.extendleft(fork.not_begun)
+                if left:
+                    forks.append(_Fork(session, files, len(forks), list(running.values())))
+                    running[forks[-1].connection] = forks[-1]
                 continue
             if message is None:
                 stops = session.shouldfail or session.shouldstop
-                fork.connection.send(None if stops else next(not_begun, None))
+                fork.hand_out(left.popleft() if left and not stops else None)
             elif isinstance(message, str):
-                fork.current = message
+                fork.begin(message)
             else:
                 report = config.hook.pytest_report_from_serializable(config=config, data=message)
                 config.hook.pytest_runtest_logreport(report=report)
@@ -96,6 +96,9 @@ class _Fork:
         self.number = number
         # The test that it has begun last.
         self.current = "no test"
+        # The files that it was told and has no test begun of: one at most.
+        self.not_begun: list[int] = []
+        self._files = files
         self.connection, theirs = Pipe()
 
         def begin() -> NoReturn:
@@ -104,9 +107,27 @@ class _Fork:
             os.environ[NUMBER] = str(number)
             _be_fork(session, files, theirs)
 
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        # Its files have one position for all that inherit them.
+        capture.stop_global_capturing()
+        sys.stdout.flush()
+        sys.stderr.flush()
         self._pid: int | None = _fork(begin)
         self._status = 0
         theirs.close()
+        capture.start_global_capturing()
+
+    def hand_out(self, file: int | None) -> None:
+        """Tell it what is next."""
+        self.connection.send(file)
+        if file is not None:
+            self.not_begun.append(file)
+
+    def begin(self, test: str) -> None:
+        """It begins a test."""
+        self.current = test
+        if self.not_begun and test == self._files[self.not_begun[0]][0].nodeid:
+            self.not_begun.clear()
 
     def has_ended(self) -> bool:
         """Wait for its end; return whether it is one that it chose."""
