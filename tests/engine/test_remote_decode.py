@@ -360,32 +360,39 @@ def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
     assert decode_queue_s(engine, "c") == decode_queue_s(engine, "d") == 4
 
 
-def test_grants_of_a_full_d_do_not_make_those_behind_wait_for_p(
-    producer: ScriptedProducer, clock: Clock
+@pytest.mark.parametrize("step_tokens", [16, 96])
+def test_a_grant_of_a_full_d_waits_for_p_only_if_a_step_has_no_room_for_it(
+    producer: ScriptedProducer, clock: Clock, step_tokens: int
 ) -> None:
-    engine = Engine(clock=clock, producer=producer, num_blocks=128, max_num_seqs=1)
+    engine = Engine(
+        clock=clock, producer=producer, num_blocks=128, max_num_batched_tokens=step_tokens
+    )
     for name in ("a", "b", "c", "d"):
-        engine.add(name, [ord(name)] * 60, kv_transfer_params=ON_P)
+        engine.add(name, [ord(name)] * 40, kv_transfer_params=ON_P)
     engine.run()
     for name in ("a", "b"):
         producer.later(name)
     engine.run()
     clock.now_s += 3
     for name in ("a", "b"):
-        producer.allow(name)
+        engine.scheduler.places.remote_decodes.allow(producer.asked[name], clock())
+    assert load_of(engine)[0] == 2, "no step was planned since"
     engine.step()
-    assert load_of(engine)[0] == 2, "P computes a, has b, and asks for no more yet"
-    clock.now_s += 2
-    while "b" not in started(engine):
-        engine.step()
+    has_room = step_tokens > 80
+    assert ("b" in started(engine)) == has_room
     producer.later("c")
     engine.step()
-    assert load_of(engine)[0] == 2
+    clock.now_s += 2
+    assert load_of(engine)[0] == (2 if has_room else 0)
+    while "b" not in started(engine):
+        engine.step()
     clock.now_s += 4
+    assert load_of(engine)[0] == 2
     for name in ("c", "d"):
         producer.allow(name)
         engine.run()
-    assert [decode_queue_s(engine, name) for name in ("a", "b", "c", "d")] == [3, 3, 9, 9]
+    behind_s = 9 if has_room else 7
+    assert [decode_queue_s(engine, name) for name in "abcd"] == [3, 3, behind_s, behind_s]
 
 
 def test_a_grant_taken_back_waits_for_d_again(producer: ScriptedProducer, clock: Clock) -> None:

@@ -66,8 +66,8 @@ class _Waits:
         self._full = _Stopwatch()
 
     def set(self, *, is_unanswered: bool, is_full: bool, at: float) -> None:
-        """`is_unanswered`: D is asked, and nothing waits for P that it has granted at once;
-        `is_full`: and has said so, of all the time for which it is asked.
+        """`is_unanswered`: D is asked, and nothing that it has granted waits for P; `is_full`: and
+        has said so, of all the time for which it is asked.
         """
         self._unanswered.set(at if is_unanswered else None, at)
         self._full.set(self._unanswered.since if is_full else None, at)
@@ -139,8 +139,8 @@ class RemoteDecodes(Place):
         # Asked for and not started. Granted ones among them may start: their place is `waiting`.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
-        # Asked for, and D was full, also if it has granted them since: those behind wait for D
-        # again once P has started them.
+        # Asked for, and D was full. If it has granted them since, P takes them into its next step;
+        # those that this has no room for wait for P, and are none of these any more.
         self._deferred: set[Request] = set()
         self._waits: dict[str, _Waits] = {}
         self._ahead: dict[str, _Ahead] = {}
@@ -170,7 +170,7 @@ class RemoteDecodes(Place):
     @property
     def held_up(self) -> HeldUp:
         """Of the requests that may not start yet, those whose D has said that it is full, if none
-        waits for P that it has granted at once.
+        that it has granted waits for P.
         """
         engine_ids = [
             name
@@ -249,8 +249,11 @@ class RemoteDecodes(Place):
         """A step was planned, and had room for more or not: ask while it runs for what is to follow
         it.
         """
+        self._deferred -= self._granted
         for engine_id, ahead in self._ahead.items():
             asked = self._asked.get(engine_id, {})
+            if not self._granted.isdisjoint(asked):
+                self._watch(engine_id)
             is_unanswered = self._granted.isdisjoint(asked) and self._deferred.isdisjoint(asked)
             lacks_answers = has_room and bool(asked) and is_unanswered
             # If D has been asked for all, it need not be asked for more.
@@ -381,6 +384,7 @@ class RemoteDecodes(Place):
         )
 
     def _is_unanswered(self, asked: Collection[Request]) -> bool:
+        """Does nothing of it wait for P?"""
         return (self._granted - self._deferred).isdisjoint(asked)
 
 
