@@ -42,6 +42,21 @@ def compute():
 compute()
 def test_it(): compute()
 """
+# Two parts: the first one's test waits until the second one's files are read.
+WAITS = """
+import time
+from pathlib import Path
+def test_it():
+    deadline = time.monotonic() + 60
+    while not Path(__file__).parents[1].joinpath("read").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+"""
+IS_READ = """
+from pathlib import Path
+Path(__file__).parents[1].joinpath("read").touch()
+def test_it(): assert Path(__file__).parents[1].joinpath("a", "test_a.seen").exists()
+"""
 BROKEN = "import nothing_of_this_name\n"
 
 Run = Callable[..., int]
@@ -103,6 +118,11 @@ def test_a_process_of_tests_that_dies_is_a_failure(run: Run, num_processes: int,
     assert "1 passed, 1 failed" in out
     assert run({"a/test_a.py": DIES}) == 1
     assert "a: pytest ended with status 3" in capsys.readouterr().out
+
+
+def test_a_part_collects_while_the_one_before_it_runs(run: Run) -> None:
+    waits = f"{WAITS}    Path(__file__).with_suffix('.seen').touch()\n"
+    assert run({"a/test_a.py": waits, "b/test_b.py": IS_READ}) == 0
 
 
 def test_processes_compute_after_their_parent_has(run: Run) -> None:

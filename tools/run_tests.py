@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,36 +197,52 @@ def environment(part: Part) -> dict[str, str]:
     return os.environ | quiet | dict(part.env)
 
 
-def run_pytest(
-    command: list[str], part: Part, log: Path, result: Result, progress: Progress
-) -> None:
-    """Run it to its end; add what became of its tests to the result."""
-    output = log.with_suffix(".log")
-    log.unlink(missing_ok=True)
-    started, cpu_s = time.monotonic(), children_cpu_s()
-    with output.open("wb") as printed:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(part), stdout=printed, stderr=subprocess.STDOUT
-        )
-    lines = read_lines(log, process)
-    try:
-        for line in lines:
-            if line is not None:
-                take_line(line, result, progress)
-            progress.show(result)
-    except KeyboardInterrupt:
-        result.problems.append("interrupted")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
-    status = process.wait()
-    result.seconds += time.monotonic() - started
-    result.cpu_s += children_cpu_s() - cpu_s
-    # 5 is no test at all, which is told in better words.
-    if status not in (0, 1, 5):
-        tail = output.read_text(errors="replace").splitlines()[-60:]
-        result.problems.append("\n".join([f"pytest ended with status {status}:", *tail]))
-    progress.clear()
+class Pytest:
+    """A run of pytest: it collects at once, and runs tests when it is their turn."""
+
+    def __init__(self, part: Part, options: argparse.Namespace, paths: Sequence[str], name: str):
+        self.log = LOGS / f"{name}.jsonl"
+        self._output = self.log.with_suffix(".log")
+        self._turn = self.log.with_suffix(".turn")
+        for path in (self.log, self._turn):
+            path.unlink(missing_ok=True)
+        command = [*pytest_command(part, options, self.log), f"--turn={self._turn}", *paths]
+        with self._output.open("wb") as printed:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(part), stdout=printed, stderr=subprocess.STDOUT
+            )
+
+    def run(
+        self, result: Result, progress: Progress, on_collected: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run it to its end; add what becomes of its tests to the result."""
+        started, cpu_s = time.monotonic(), children_cpu_s()
+        self._turn.touch()
+        try:
+            for line in read_lines(self.log, self._process):
+                if line is not None:
+                    take_line(line, result, progress)
+                    if "ids" in line:
+                        on_collected()
+                progress.show(result)
+        except KeyboardInterrupt:
+            result.problems.append("interrupted")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(60)
+            self._process.kill()
+        status = self._process.wait()
+        result.seconds += time.monotonic() - started
+        result.cpu_s += children_cpu_s() - cpu_s
+        # 5 is no test at all, which is told in better words.
+        if status not in (0, 1, 5):
+            tail = self._output.read_text(errors="replace").splitlines()[-60:]
+            result.problems.append("\n".join([f"pytest ended with status {status}:", *tail]))
+        progress.clear()
+
+    def kill(self) -> None:
+        """End it before its turn has come."""
+        self._process.kill()
+        self._process.wait()
 
 
 def children_cpu_s() -> float:
@@ -269,18 +286,31 @@ def take_line(line: dict, result: Result, progress: Progress) -> None:
             progress.done(name)
 
 
-def run_part(part: Part, options: argparse.Namespace, recorded: Recorded) -> Result:
-    result = Result(part)
-    log = LOGS / f"{part.name}.jsonl"
-    paths = [path for path in part.paths if (ROOT / path).exists()]
-    command = [*pytest_command(part, options, log), *paths]
-    run_pytest(command, part, log, result, Progress(part, recorded))
-    if not result.tests:
-        result.problems.append("no test was collected")
-    counts = result.count()
-    told = ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped"))
-    print(f"{part.name:12}{told} in {clock(result.seconds)}", flush=True)
-    return result
+def run_parts(
+    parts: Sequence[Part], options: argparse.Namespace, recorded: Recorded
+) -> Iterator[Result]:
+    """Run one after the other; the next one collects meanwhile."""
+    started: dict[str, Pytest] = {}
+
+    def start(part: Part | None) -> None:
+        if part is not None and part.name not in started:
+            paths = [path for path in part.paths if (ROOT / path).exists()]
+            started[part.name] = Pytest(part, options, paths, part.name)
+
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        start(part)
+        result = Result(part)
+        started[part.name].run(result, Progress(part, recorded), partial(start, following))
+        if not result.tests:
+            result.problems.append("no test was collected")
+        counts = result.count()
+        told = ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped"))
+        print(f"{part.name:12}{told} in {clock(result.seconds)}", flush=True)
+        yield result
+        if "interrupted" in result.problems:
+            if following is not None and following.name in started:
+                started[following.name].kill()
+            return
 
 
 def retry(results: Sequence[Result], options: argparse.Namespace, recorded: Recorded) -> None:
@@ -292,11 +322,9 @@ def retry(results: Sequence[Result], options: argparse.Namespace, recorded: Reco
     for result, name in failed:
         if name in listed:
             continue
-        log = LOGS / "retry.jsonl"
         part = result.part._replace(num_processes=0, ignored=())
         again = Result(part)
-        command = [*pytest_command(part, options, log), name]
-        run_pytest(command, part, log, again, Progress(part, recorded))
+        Pytest(part, options, [name], "retry").run(again, Progress(part, recorded))
         if again.tests.get(name, Test("failed")).outcome == "passed" and not again.problems:
             print(f"--- {name}, the first time:\n{result.tests[name].text}")
             result.tests[name].outcome = "flaky"
@@ -383,11 +411,7 @@ def busy_cores(num_loops: int) -> Iterator[None]:
 
 def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Result]:
     recorded = Recorded()
-    results = []
-    for part in parts:
-        results.append(run_part(part, options, recorded))
-        if "interrupted" in results[-1].problems:
-            break
+    results = list(run_parts(parts, options, recorded))
     if options.retry:
         retry(results, options, recorded)
     return results

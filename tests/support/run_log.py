@@ -1,7 +1,10 @@
 """A plugin of pytest for `tools/run_tests.py`: what becomes of tests, and their order."""
 
 import json
+import os
 import random
+import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 
 
+TURN_POLL_S = 0.1
 # The plugin's name.
 RUN_LOG = "run-log"
 
@@ -18,6 +22,7 @@ RUN_LOG = "run-log"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tools/run_tests.py")
     group.addoption("--run-log", type=Path, metavar="FILE", help="write what becomes of each test")
+    group.addoption("--turn", type=Path, metavar="FILE", help="run tests when this file is there")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run in the order of a seed")
 
 
@@ -25,6 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--run-log")
     if path is not None:
         config.pluginmanager.register(RunLog(path), RUN_LOG)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool | None, bool | None]:
+    turn = session.config.getoption("--turn")
+    parent = os.getppid()
+    while turn is not None and not turn.exists():
+        if os.getppid() != parent:
+            pytest.exit("whoever would give the turn is gone")
+        time.sleep(TURN_POLL_S)
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
