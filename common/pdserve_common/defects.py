@@ -120,6 +120,34 @@ def spawn(
     return task
 
 
+def keep_running(
+    loop: Loop,
+    run: Callable[[], Coroutine[Any, Any, None]],
+    *,
+    costs: str,
+    pause_s: float,
+    name: str | None = None,
+    on_defect: OnDefect = nothing_more,
+) -> "asyncio.Task[None]":
+    """Start a task that runs what has no end, until it is cancelled: `pause_s` after each defect,
+    of which `on_defect` is told, anew.
+    """
+
+    async def keep() -> None:
+        while True:
+            try:
+                await run()
+            except _INTENDED:
+                raise
+            except BaseException as error:
+                record(loop, error, costs)
+                with contained(loop, f"word of a defect that costs {costs}"):
+                    on_defect(error)
+            await asyncio.sleep(pause_s)
+
+    return asyncio.create_task(keep(), name=name)
+
+
 def watch_event_loop(event_loop: asyncio.AbstractEventLoop) -> None:
     """Count what callbacks raise, and tasks that nobody waited for. Connections that break are not
     defects.

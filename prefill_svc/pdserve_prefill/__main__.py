@@ -1,7 +1,6 @@
 """The prefill service: an EngineCore as KV producer behind gRPC."""
 
 import functools
-import sys
 from collections.abc import Sequence
 
 import pdserve_common.grpc_verbosity  # noqa: F401
@@ -13,10 +12,10 @@ from pdserve_worker.kv_links import carry_links
 from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM; the process's exit status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM, and end the process."""
     config = parse_config(PrefillConfig, argv, prog="pdserve-prefill")
-    return run_worker(config, role="prefill", build=functools.partial(_build, config))
+    run_worker(config, role="prefill", build=functools.partial(_build, config))
 
 
 async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
@@ -35,4 +34,4 @@ async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,6 +18,7 @@ from pdserve_common.sampling_params import SamplingParams, StructuredOutputsPara
 from pdserve_engine.clients import loading
 from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.executor import multiproc
 from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
 from pdserve_engine.lora.adapter_config import LoraError
@@ -119,6 +120,21 @@ def test_a_rank_that_is_killed_ends_the_engine(engine: LoadedEngine) -> None:
     assert executor.failure() == "rank 1 is gone: it was ended by SIGKILL"
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         tokens_of(engine, "a")
+
+
+def test_ranks_end_at_once_whatever_an_interpreter_would_do_at_its_end(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With torch that takes seconds on a busy machine, and a worker that ends waits for it."""
+    source = "import atexit, time\natexit.register(time.sleep, 3600)\n"
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(multiproc, "EXIT_TIMEOUT_S", 60.0)
+    assert load(model, tensor_parallel_size=2).close()
+    assert "is killed" not in caplog.text
 
 
 def test_ranks_that_run_other_code_are_refused(

@@ -360,9 +360,9 @@ def test_a_lost_claim_holds_up_nobody(
 
 
 def test_many_claims_that_wait_cost_a_step_little(
-    consumer: ScriptedConsumer, monkeypatch: pytest.MonkeyPatch
+    consumer: ScriptedConsumer, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(consumer=consumer, num_blocks=16)
+    engine = Engine(clock=clock, consumer=consumer, num_blocks=16)
     engine.add("running", [1] * 40, max_tokens=20)
     for _ in range(4):
         engine.step()

@@ -393,6 +393,23 @@ async def test_a_process_that_does_not_close_is_killed(
     assert not children()
 
 
+@pytest.mark.slow
+async def test_a_process_ends_at_once_whatever_an_interpreter_would_do_at_its_end(
+    config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = "import atexit, time\natexit.register(time.sleep, 3600)\n"
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(client_module, "EXIT_TIMEOUT_S", 60.0)
+    engine = await load(config)
+    await engine.close()
+    assert engine.problem() is None
+    assert "is killed" not in caplog.text
+
+
 PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry

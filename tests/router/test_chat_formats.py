@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
@@ -25,6 +25,7 @@ from pdserve_router.text.parts import (
     join_parts,
     reasoning_of,
 )
+from support.work import Work, work_of
 
 WEATHER = {
     "type": "object",
@@ -271,6 +272,42 @@ def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, star
     calls = [part for part in whole if isinstance(part, ToolCallDelta)]
     assert sorted({each.index for each in calls}) == list(range(len(calls)))
     assert all(each.id and each.name for each in calls)
+
+
+BLANKS = " \n"
+# What goes on for long behind the beginning of a text.
+FILLINGS = SCRAPS | st.sampled_from([BLANKS, "\\'", "'", ", ", '{"a":', "a", "ab <", "</", "\n<"])
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(CASES), st.floats(0, 1), FILLINGS)
+@example(("hermes", "<think>a", ()), 1, BLANKS)
+@example(("hermes", "<tool_call>", ()), 1, BLANKS)
+@example(("qwen3_coder", "<function=now>", ()), 1, BLANKS)
+@example(("qwen3_coder", "<function=get_weather>\n<parameter=city>\na</parameter>", ()), 1, BLANKS)
+@example(("deepseek_r1", f"</think>{R1['calls']}", ()), 1, BLANKS)
+def test_the_work_grows_as_the_text_does(case, share, filling) -> None:
+    """Nothing that is held back is looked at again with each piece that comes."""
+    name, recorded, _ = case
+    begin = recorded[: round(share * len(recorded))]
+
+    def work_on(num_chars: int) -> Work:
+        text = begin + (filling * num_chars)[:num_chars]
+        return work_of(lambda: parse(name, text, list(range(0, len(text), 16))))
+
+    once, twice = work_on(20_000), work_on(40_000)
+    assert twice.num_chars < 3 * once.num_chars
+    assert twice.num_calls < 3 * once.num_calls
+
+
+def test_a_string_of_python_without_an_end_is_looked_through_once() -> None:
+    """From each of its quotes it would take 10 minutes."""
+    value = "[" + "\\'" * 200_000
+    begin = "<function=get_weather>\n<parameter=days>\n"
+    (made,) = parse("qwen3_coder", f"{begin}{value}\n</parameter>\n</function>")
+    assert isinstance(made, ToolCallDelta)
+    assert json.loads(made.arguments) == {"days": value}
 
 
 ANY_JSON = st.recursive(

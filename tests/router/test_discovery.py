@@ -2,12 +2,16 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from pdserve_common.defects import DEFECTS
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.discovery import Discovery, DnsSource, FileSource, parse_sources
+from support.call_sites import CallSite, call_sites, each_site, fault_at
+from support.metrics import value
 from support.router_stack import replace_file
 from support.waiting import until
 
@@ -111,6 +115,23 @@ async def test_in_trouble_the_last_list_stays(tmp_path, caplog, trouble) -> None
         assert caplog.text.count("its last list stays") == 1
         replace_file(path, "b:2\n")
         await until(lambda: lists.told[-1] == ("b:2",))
+
+
+@each_site(call_sites(Discovery, "_follow", "_ask"))
+async def test_a_defect_costs_a_look_and_later_workers_are_found(
+    tmp_path: Path, site: CallSite
+) -> None:
+    path = tmp_path / "workers"
+    path.write_text("a:1\n")
+    num_before = value(DEFECTS, "discovery")
+    async with Lists(f"file://{path}") as lists:
+        await until(lambda: lists.told)
+        with fault_at(site) as fault:
+            path.unlink()
+            await until(lambda: lists.num_errors >= 3)
+            replace_file(path, "b:2\n")
+            await until(lambda: lists.told[-1] == ("b:2",))
+    assert value(DEFECTS, "discovery") == num_before + fault.has_raised
 
 
 async def test_a_name_that_does_not_resolve_is_counted(monkeypatch) -> None:

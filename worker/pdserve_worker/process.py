@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import BuildMetrics, LimitMetrics
 from pdserve_common.metrics_server import MetricsServer
+from pdserve_common.processes import end_now
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tensor_metrics import TensorMetrics
@@ -78,14 +78,14 @@ class Worker:
 BuildWorker = Callable[[WorkerContext], Awaitable[Worker]]
 
 
-def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
-    """Run until SIGTERM or SIGINT and return the exit status, 0. Ends the process with status 1 if
-    the worker cannot start, with 2 if it has to be restarted.
+def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> NoReturn:
+    """Run until SIGTERM or SIGINT and end the process with status 0, with 1 if the worker cannot
+    start, with 2 if it has to be restarted.
     """
     setup_logging(config.log_level, config.engine_id or role)
     warn_of_unknown_variables(type(config))
     uvloop.install()
-    return asyncio.run(_serve(config, role, build))
+    end_now(asyncio.run(_serve(config, role, build)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         # A port in use, a missing model, a setting that does not fit: one line that says what.
         logger.error("cannot start: %s", error)
         # An engine that is up may hang, or have its memory under a READ.
-        _exit_now(EXIT_CANNOT_START)
+        end_now(EXIT_CANNOT_START)
     try:
         servicer, readiness = await _open(process)
         problem = await wait_for_the_end(stop, process.worker.engine, readiness)
@@ -123,7 +123,7 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     if problem is not None:
         # Its threads may hang, and its memory may be under a READ: only the system can clean up.
         logger.error("exiting to be restarted: %s", problem)
-        _exit_now(EXIT_BROKEN)
+        end_now(EXIT_BROKEN)
     logger.info("stopped")
     return 0
 
@@ -253,7 +253,7 @@ async def _unless_stopped(starting: Awaitable[Worker], stop: asyncio.Event) -> W
     await asyncio.wait([start, stopped], return_when=asyncio.FIRST_COMPLETED)
     if not start.done():
         logger.info("asked to stop while loading")
-        _exit_now(0)
+        end_now(0)
     stopped.cancel()
     return await start
 
@@ -272,9 +272,3 @@ async def wait_for_the_end(
         return None
     await readiness.give_up()
     return problem
-
-
-def _exit_now(status: int) -> NoReturn:
-    """End the process without waiting for its threads."""
-    logging.shutdown()
-    os._exit(status)

@@ -7,10 +7,11 @@ import sys
 import uvloop
 
 from pdserve_common.confined import die_with_parent
+from pdserve_common.processes import end_now
 
 
-def main() -> int:
-    """Serve on the inherited socket; the process's exit status."""
+def main() -> None:
+    """Serve on the inherited socket, and end the process."""
     # The worker decides when its engine ends, also when a signal goes to the whole group.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
@@ -19,8 +20,8 @@ def main() -> int:
     from pdserve_engine.clients.child import serve  # takes seconds: after all that
 
     uvloop.install()
-    return asyncio.run(serve(int(sys.argv[1])))
+    end_now(asyncio.run(serve(int(sys.argv[1]))))  # the worker waits for it
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

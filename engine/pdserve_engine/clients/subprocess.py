@@ -274,6 +274,7 @@ class SubprocessEngineClient:
         try:
             return self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            logger.warning("the engine process does not end and is killed")
             self._process.kill()
             return self._process.wait()
 

@@ -137,8 +137,8 @@ class StopRank(Call[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class CloseRank(Call[None]):
-    """As Executor.close. The process ends behind the answer."""
+class CloseRank:
+    """The process ends; there is no answer."""
 
 
 # ---- a rank's transport; `peer` is the key that the engine has for one of its peers
@@ -304,7 +304,7 @@ TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Rea
 AdapterCommand = AddAdapter | DiscardAdapter | RemoveAdapter
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (
-    SchedulerOutput | Recover | AdapterCommand | TransportCommand
+    SchedulerOutput | Recover | CloseRank | AdapterCommand | TransportCommand
     | ExecutedStep | TransportEvent
 )  # fmt: skip
 Message = Answer | Failed | _OneWay | Call[Any]
@@ -314,7 +314,7 @@ MESSAGES: tuple[type, ...] = (
     DescribeBuild, Answer, Failed, *get_args(_OneWay),
     LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
     StartProfile, StopProfile, ReadAdapter, Poison, BlockChecksums, OpenTransport, CloseTransport,
-    StopRank, CloseRank,
+    StopRank,
 )  # fmt: skip
 
 

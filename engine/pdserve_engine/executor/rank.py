@@ -7,10 +7,11 @@ import sys
 
 from pdserve_common.confined import die_with_parent
 from pdserve_common.cores import confine_process, parse_cores
+from pdserve_common.processes import end_now
 
 
-def main() -> int:
-    """Serve on the inherited sockets, on CORES unless that is empty; the process's exit status."""
+def main() -> None:
+    """Serve on the inherited sockets, on CORES unless that is empty, and end the process."""
     # The worker decides when its ranks end, also when a signal goes to the whole group.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
@@ -23,8 +24,9 @@ def main() -> int:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     from pdserve_engine.executor.rank_server import serve  # takes seconds: after all that
 
-    return serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))
+    serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))
+    end_now(0)  # the worker waits for it
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,5 +1,6 @@
 """A rank's process, as its executor sees it."""
 
+import logging
 import signal
 import socket
 import subprocess
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pdserve_common import processes
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.frames import FrameCodec
+
+logger = logging.getLogger(__name__)
 
 # A rank reads calls all the time: this long nothing but a stopped process takes.
 SEND_TIMEOUT_S = 10.0
@@ -72,6 +75,7 @@ class RankProcess:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            logger.warning("rank %d does not end and is killed", self.rank)
             self._process.kill()
             self._process.wait()
         self.connection.close()

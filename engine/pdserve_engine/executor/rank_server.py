@@ -45,9 +45,9 @@ RECEIVE_BYTES = 1 << 16
 CHECK_S = 0.5
 
 
-def serve(calls: socket.socket, steps: socket.socket) -> int:
-    """Serve until the engine says that it is over, and return 0. Ends the process at once when the
-    other end is gone.
+def serve(calls: socket.socket, steps: socket.socket) -> None:
+    """Serve until the engine says that it is over: the process has to end then, which releases the
+    pool. Ends it at once when the other end is gone.
     """
     server = _RankServer(calls, steps)
     threading.Thread(target=server.run_steps, name="model", daemon=True).start()
@@ -58,8 +58,7 @@ def serve(calls: socket.socket, steps: socket.socket) -> int:
                 continue
             for message, number in server.calls.receive():
                 if isinstance(message, messages.CloseRank):
-                    server.answer(server.calls, number, server.close)
-                    return 0
+                    return
                 server.handle(message, number)
             server.check()
     raise AssertionError("the process has ended")
@@ -183,10 +182,6 @@ class _RankServer:
         """Look whether all is well; to be called often."""
         if self._transport is not None:
             self._transport.check()
-
-    def close(self) -> None:
-        """See Executor.close."""
-        self._executor.close()
 
     def _answer_step(self, number: int, step: "Future[ExecutedStep]") -> None:
         with _ends_process("the answer to a step"):  # futures swallow what callbacks raise

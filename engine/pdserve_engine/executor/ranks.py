@@ -129,10 +129,11 @@ class Ranks:
         self._begin(self._send_behind_steps, [message], None, None)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the processes to end, which were told to, and kill those that do not."""
+        """Wait so long for the processes to end, which were told to, and kill those that do not."""
         self._is_closing = True
+        deadline = self._clock() + timeout_s
         for process in self._processes:
-            process.close(timeout_s)
+            process.close(max(0.0, deadline - self._clock()))
         self._thread.join(timeout_s)
 
     def expect_end(self) -> None:

@@ -211,10 +211,11 @@ def _readings(text: str) -> Iterator[str]:
 
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}
-# Of Python: strings, constants, and commas before an end.
+# Of Python: strings, constants, and commas before an end. A string without an end is one, too: it
+# would be looked through again from each quote within it.
 _PYTHON = re.compile(
-    r"""(?P<text>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")|\b(?P<word>None|True|False)\b"""
-    r"""|(?P<comma>,(?=\s*[\]}]))"""
+    r"""(?P<text>(?P<quote>['"])(?:(?!(?P=quote))[^\\\n]|\\.)*)(?P<end>(?P=quote))?"""
+    r"""|\b(?P<word>None|True|False)\b|(?P<comma>,(?=\s*[\]}]))"""
 )
 
 
@@ -226,7 +227,10 @@ def _from_python(text: str) -> str:
 def _token_from_python(match: "re.Match[str]") -> str:
     if match["word"]:
         return _CONSTANTS[match["word"]]
-    return "" if match["comma"] else _json(_ESCAPE.sub(_unescaped, match["text"][1:-1]))
+    if match["comma"]:
+        return ""
+    is_string = match["end"] is not None
+    return _json(_ESCAPE.sub(_unescaped, match["text"][1:])) if is_string else match["text"]
 
 
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)")

@@ -72,8 +72,9 @@ class Reader:
 
     def put_back(self, text: str) -> None:
         """Undo that this was taken last."""
-        self._later.extendleft(reversed([*_slices(text), *_slices(self._text)]))
-        self._text = ""
+        if text:
+            self._later.extendleft(reversed(_slices(text + self._text)))
+            self._text = ""
 
     def until(self, markers: Sequence[str], emit: Emit) -> Steps[str]:
         """Pass on all text up to the first of the markers, take that too and return it; "" if none
@@ -90,18 +91,27 @@ class Reader:
         self, markers: Sequence[str], emit: Emit, *, holds_blanks: bool
     ) -> Steps[tuple[str, str]]:
         pattern, starts = _any_of(tuple(markers)), {marker[0] for marker in markers}
+        # Blank space that is held back. It is cut off, so that no piece of text is looked at again.
+        blanks: list[str] = []
         while True:
             # Of most text neither a marker nor the beginning of one.
             likely = markers if any(start in self._text for start in starts) else ()
-            if likely and (found := pattern.search(self._text)):
-                before, marker = self._take(found.start()), self._take(len(found[0]))
-                text = before.rstrip() if holds_blanks else before
-                self._pass_on(text, emit)
-                return before[len(text) :], marker
-            if self._is_last:
-                self._pass_on(self._take(len(self._text)), emit)
+            found = pattern.search(self._text) if likely else None
+            is_end = found is None and self._is_last
+            if found is not None:
+                before = self._take(found.start())
+            else:
+                before = self._take(len(self._text) if is_end else self._num_free(likely))
+            text = before.rstrip() if holds_blanks and not is_end else before
+            if text or is_end:
+                self._pass_on("".join((*blanks, text)), emit)
+                blanks.clear()
+            if len(text) < len(before):
+                blanks.append(before[len(text) :])
+            if found is not None:
+                return "".join(blanks), self._take(len(found[0]))
+            if is_end:
                 return "", ""
-            self._pass_on(self._take(self._num_free(likely, holds_blanks)), emit)
             if not self._advance():
                 yield
 
@@ -109,26 +119,35 @@ class Reader:
         """Return whether blank space and one of the markers come next; `or_ends`: or the text ends
         within these. Nothing is taken.
         """
-        while True:
-            rest = self._text.lstrip()
-            if rest.startswith(markers):
-                return True
-            if not any(marker.startswith(rest) for marker in markers):
-                return False
-            if self._is_last:
-                return or_ends
-            if not self._advance():
-                yield
+        blanks, found = yield from self._look_behind_blanks(markers)
+        is_within = any(marker.startswith(self._text) for marker in markers)
+        self.put_back(blanks)
+        return found is not None or (or_ends and is_within)
 
     def accept(self, marker: str) -> Steps[bool]:
         """Take blank space and the marker if they come next, otherwise nothing."""
+        blanks, found = yield from self._look_behind_blanks((marker,))
+        if found is None:
+            self.put_back(blanks)
+            return False
+        self._remember(blanks)
+        self._take(len(marker))
+        return True
+
+    def _look_behind_blanks(self, markers: tuple[str, ...]) -> Steps[tuple[str, str | None]]:
+        """Cut off blank space until it is certain which of the markers comes next, None if none
+        does. Return both; the marker is not taken.
+        """
+        blanks: list[str] = []
         while True:
             rest = self._text.lstrip()
-            if rest.startswith(marker):
-                self._take(len(self._text) - len(rest) + len(marker))
-                return True
-            if self._is_last or not marker.startswith(rest):
-                return False
+            if len(rest) < len(self._text):
+                blanks.append(self._text[: len(self._text) - len(rest)])
+                self._text = rest
+            found = next((marker for marker in markers if rest.startswith(marker)), None)
+            may_come = any(marker.startswith(rest) for marker in markers)
+            if found is not None or self._is_last or not may_come:
+                return "".join(blanks), found
             if not self._advance():
                 yield
 
@@ -210,18 +229,21 @@ class Reader:
 
     def _take(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]
+        self._remember(taken)
+        return taken
+
+    def _remember(self, taken: str) -> None:
+        """For a mark that there may be."""
         if self._taken is not None:
             self._taken.append(taken)
-        return taken
 
     def _pass_on(self, text: str, emit: Emit) -> None:
         if text:
             emit(text)
 
-    def _num_free(self, markers: Sequence[str], holds_blanks: bool) -> int:
+    def _num_free(self, markers: Sequence[str]) -> int:
         """Return how much of the text is no beginning of a marker."""
-        free = len(self._text) - max((_overlap(self._text, m) for m in markers), default=0)
-        return len(self._text[:free].rstrip()) if holds_blanks else free
+        return len(self._text) - max((_overlap(self._text, m) for m in markers), default=0)
 
 
 def _overlap(text: str, marker: str) -> int:

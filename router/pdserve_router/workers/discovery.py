@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -130,7 +131,15 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._follow(source)) for source in self._sources]
+        self._tasks = [
+            defects.keep_running(
+                "discovery",
+                partial(self._follow, source),
+                costs=f"a look at {source}",
+                pause_s=source.interval_s,
+            )
+            for source in self._sources
+        ]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -139,8 +148,7 @@ class Discovery:
 
     async def _follow(self, source: Source) -> None:
         while True:
-            with defects.contained("discovery", f"a look at {source}"):
-                await self._ask(source)
+            await self._ask(source)
             await asyncio.sleep(source.interval_s)
 
     async def _ask(self, source: Source) -> None:
