@@ -139,7 +139,7 @@ class Dictation:
     def __init__(self, loaded: LoadedEngine, texts: Sequence[Sequence[int]]) -> None:
         executor = loaded.core.executor
         assert isinstance(executor, UniprocExecutor)
-        runner = executor.rank._runner
+        runner = executor.rank.runner
         self._texts = np.array([token_ids[:MAX_TOKENS] for token_ids in texts])
         self._choose = runner._choose
         runner._choose = self.choose  # type: ignore[method-assign]

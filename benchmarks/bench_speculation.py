@@ -140,7 +140,7 @@ class Arm:
         self._texts: Sequence[Sequence[int]] = ()
         self._dictate()
         if not is_forcing:
-            self._runner._batch.sampling.grammars.encode = None
+            self._runner.input_batch.sampling.grammars.encode = None
         self._names = map(str, itertools.count())
         self.is_over = False
 
@@ -204,7 +204,7 @@ class Arm:
     def _runner(self) -> ModelRunner:
         executor = self.loaded.core.executor
         assert isinstance(executor, UniprocExecutor)
-        return executor.rank._runner
+        return executor.rank.runner
 
     def _dictate(self) -> None:
         runner = self._runner
@@ -216,7 +216,7 @@ class Arm:
             chosen = choose(hidden_states, rows, masks)
             if not any(self._texts):
                 return chosen
-            marks = runner._batch.token_ids[rows.batch_rows, 0] - FIRST_MARK
+            marks = runner.input_batch.token_ids[rows.batch_rows, 0] - FIRST_MARK
             pairs = zip(marks.tolist(), rows.positions.tolist(), strict=True)
             token_ids = [self._texts[mark][position] for mark, position in pairs]
             return chosen._replace(token_ids=np.array(token_ids, dtype=np.int64))

@@ -3,7 +3,7 @@
 What it launches ahead must bring the tokens that the plain runner brings, whatever comes between.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,16 @@ def make_driver(make_model: Callable[..., Path]) -> Iterator[Callable[..., Drive
 
     with prompt_events():
         yield make
+
+
+def outputs_of(
+    driver: Driver, params: Sequence[SamplingParams] = PARAMS, *, num_tokens: int = 6
+) -> dict[str, list[int]]:
+    """Return what a request with each of the params brings, by its index."""
+    for i, each in enumerate(params):
+        driver.add(str(i), make_prompt(5 + 9 * i), params=each, seed=i)
+    driver.run(*map(str, range(len(params))), num_tokens=num_tokens, chunk=12)
+    return {name: sequence.output for name, sequence in driver.sequences.items()}
 
 
 @in_the_interpreter
@@ -178,17 +188,10 @@ def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     convert_fp8_as_gpus_do(monkeypatch)
-    outputs = []
-    for driver in (
-        Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS), kv_cache_dtype="fp8"),
-        make_driver(kv_cache_dtype="fp8"),
-    ):
-        assert driver.cache.tensor.dtype == torch.float8_e4m3fn
-        for i, params in enumerate(PARAMS):
-            driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
-        driver.run("0", "1", "2", num_tokens=6, chunk=12)
-        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
-    assert outputs[1] == outputs[0]
+    plain = Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS), kv_cache_dtype="fp8")
+    on_cuda = make_driver(kv_cache_dtype="fp8")
+    assert plain.cache.tensor.dtype == on_cuda.cache.tensor.dtype == torch.float8_e4m3fn
+    assert outputs_of(on_cuda) == outputs_of(plain)
 
 
 @in_the_interpreter
@@ -197,17 +200,12 @@ def test_deterministic_kernels_bring_the_same_tokens(
 ) -> None:
     from pdserve_kernels.triton import deterministic
 
-    outputs = []
-    for driver in (
-        Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS)),
-        make_driver(deterministic),
-    ):
-        for i, params in enumerate(PARAMS[:2]):
-            driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
-        driver.run("0", "1", num_tokens=4, chunk=12)
-        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
-        assert driver.runner.model.is_row_independent
-    assert outputs[1] == outputs[0]
+    plain = Driver(make_model("Qwen3ForCausalLM", **FEW_LAYERS))
+    on_cuda = make_driver(deterministic)
+    assert plain.runner.model.is_row_independent
+    assert on_cuda.runner.model.is_row_independent
+    found, expected = (outputs_of(each, PARAMS[:2], num_tokens=4) for each in (on_cuda, plain))
+    assert found == expected
 
 
 @in_the_interpreter
@@ -221,14 +219,8 @@ def test_a_vendor_s_attention_brings_the_same_tokens(
     from pdserve_kernels.triton import flash_attn
 
     folder = make_model(architecture, **FEW_LAYERS)
-    outputs = []
     with installed(make_flash_attn((torch.float32,))):
-        for driver in (Driver(folder), make_driver(flash_attn, folder=folder)):
-            for i, params in enumerate(PARAMS):
-                driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
-            driver.run("0", "1", "2", num_tokens=6, chunk=12)
-            outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
-    assert outputs[1] == outputs[0]
+        assert outputs_of(make_driver(flash_attn, folder=folder)) == outputs_of(Driver(folder))
 
 
 @in_the_interpreter

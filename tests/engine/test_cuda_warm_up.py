@@ -43,7 +43,7 @@ def grammar() -> Iterator[CompiledGrammar]:
 
 
 # Else the traffic has missed what this is about.
-OF_SOME_REQUESTS = {"_argmax_kernel", "_penalize_kernel", "_terms_kernel", "_search_kernel"}
+OF_SOME_REQUESTS = {"argmax_kernel", "penalize_kernel", "terms_kernel", "search_kernel"}
 # Of NATIVE_MODELS, with its dtype, its quantization, and if kernels are the deterministic ones.
 CASES = (
     ("llama", "bfloat16", None, False),

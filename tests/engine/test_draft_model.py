@@ -106,7 +106,7 @@ def loaded(draft_model: Path | None, model: Path = MODEL, **fields: Any) -> Iter
 
 def drafter_of(engine: LoadedEngine) -> Drafter:
     assert isinstance(engine.core.executor, UniprocExecutor)
-    drafter = engine.core.executor.rank._runner.drafter
+    drafter = engine.core.executor.rank.runner.drafter
     assert drafter is not None
     return drafter
 

@@ -194,7 +194,7 @@ def test_samples_are_those_of_the_cpu_for_equal_logits(
     # A vocabulary that no power of two divides.
     driver = Driver(make_model("Qwen3ForCausalLM", vocab_size=5003), device=DEVICE, dtype=dtype)
     logits = recorded(driver.runner.model, "compute_logits")
-    settings = recorded(driver.runner._batch.sampling, "describe")
+    settings = recorded(driver.runner.input_batch.sampling, "describe")
     for seed, (name, params) in enumerate(PARAMS.items()):
         driver.add(name, make_prompt(20 + seed), params=params, seed=seed)
     num_sampled = 0

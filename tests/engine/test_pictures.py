@@ -257,7 +257,7 @@ def test_a_step_that_fails_leaves_no_picture_that_is_not_there(
     model: Path, expected: dict[str, list[int]], start: Callable[..., Engine]
 ) -> None:
     engine = start(model, max_num_batched_tokens=23)
-    runner: Any = engine.core.executor.rank._runner  # type: ignore[attr-defined]
+    runner: Any = engine.core.executor.rank.runner  # type: ignore[attr-defined]
     forward, faults = runner.model.forward, iter([False, True, False, False, True])
 
     def fail(inputs: ForwardInputs) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import EngineCoreOutput, FinishReason
 from pdserve_engine.core import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
@@ -224,10 +224,9 @@ def test_confirmed_blocks_are_shared_before_the_rest_is_here(
     assert engine.pool.num_cached_blocks == 2
 
 
-def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer)
+def lose_pull(consumer: ScriptedConsumer, **options: Any) -> tuple[Engine, EngineCoreOutput]:
+    """Lose "a" of 16 tokens behind the 12th; return its output, which tells it."""
+    engine = Engine(consumer=consumer, **options)
     add_ticket(engine, "a", 16)
     consumer.claim("a")
     engine.step()
@@ -235,6 +234,14 @@ def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
     consumer.lose("a")
     engine.step()
     (output,) = engine.outputs["a"]
+    assert output.kv_lost is not None
+    return engine, output
+
+
+def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
+    consumer: ScriptedConsumer,
+) -> None:
+    engine, output = lose_pull(consumer)
     assert output.kv_lost is not None
     assert output.kv_lost.num_confirmed_tokens == 12
     assert not output.finished
@@ -258,14 +265,7 @@ def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
 def test_d_tells_the_router_only_what_the_next_attempt_finds(
     consumer: ScriptedConsumer, options: dict[str, Any]
 ) -> None:
-    engine = Engine(consumer=consumer, **options)
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
-    engine.step()
-    consumer.confirm("a", 12)
-    consumer.lose("a")
-    engine.step()
-    (output,) = engine.outputs["a"]
+    engine, output = lose_pull(consumer, **options)
     assert output.kv_lost is not None
     told = output.kv_lost.num_confirmed_tokens
     consumer.loading.clear()  # nothing is being read

@@ -233,15 +233,22 @@ async def test_what_was_sent_before_close_arrives(ends: tuple[End, End]) -> None
     assert len(left.lost) == len(right.lost) == 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("STALL_TIMEOUT_S", 0.2, "has read nothing for 0.2 s"),
+        ("MAX_UNSENT_BYTES", 1_000_000, "bytes behind"),
+    ],
+)
 async def test_an_end_that_does_not_read_is_given_up(
-    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, limit: str, value: float, message: str
 ) -> None:
-    monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(channel_module, limit, value)
     left, right = ends
     right.transport.pause_reading()
     left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.lost)
-    assert "has read nothing for 0.2 s" in left.lost[0]
+    assert message in left.lost[0]
 
 
 async def test_a_slow_end_that_reads_on_is_not(
@@ -265,17 +272,6 @@ async def test_a_slow_end_that_reads_on_is_not(
     await until(lambda: right.messages)
     assert all(timer.cancelled() for timer in timers)
     assert not left.lost
-
-
-async def test_what_waits_for_an_end_that_does_not_read_is_bounded(
-    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 1_000_000)
-    left, right = ends
-    right.transport.pause_reading()
-    left.channel.send(Answer.of("x" * 4_000_000))
-    await until(lambda: left.lost)
-    assert "bytes behind" in left.lost[0]
 
 
 async def test_garbage_ends_the_connection(ends: tuple[End, End]) -> None:

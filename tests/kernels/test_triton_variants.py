@@ -42,7 +42,7 @@ def test_layers_of_a_cache_share_a_kernel(count) -> None:
     variants = count(
         lambda: [triton.reshape_and_cache(key, value, cache, i, slots) for i in range(33)]
     )
-    assert sizes_of(variants) == {"_reshape_and_cache_kernel": 1}
+    assert sizes_of(variants) == {"reshape_and_cache_kernel": 1}
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_decodes_of_all_sizes_share_kernels(count, name: str, kind: str) -> None
     # Products of quantized weights have as many rows as the next power of two.
     some, every = run([16, 32, 64]), run(batch_sizes)
     if name == "triton":
-        assert len(every.pop("_merge_kernel")) == 2  # of 2 parts and of 4
-        assert len(every.pop("_attention_kernel")) == 2  # split or not
+        assert len(every.pop("merge_kernel")) == 2  # of 2 parts and of 4
+        assert len(every.pop("attention_kernel")) == 2  # split or not
     for kernel, variants in every.items():
         assert variants == some[kernel], kernel
 

@@ -164,7 +164,7 @@ def attention_cases(
         cases.append(
             Case(
                 f"attention {head_dim}, {name}{suffix}",
-                attention._attention_kernel,
+                attention.attention_kernel,
                 constants,
                 tile.num_warps,
                 tile.num_stages,
@@ -177,7 +177,7 @@ def attention_cases(
         return cases
     merge = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "WINDOW": window, "NUM_SPLITS": 128}
     merge["BLOCK_N"] = decodes.block_n
-    return [*cases, Case(f"attention {head_dim}, merge", attention._merge_kernel, merge, 2)]
+    return [*cases, Case(f"attention {head_dim}, merge", attention.merge_kernel, merge, 2)]
 
 
 def chunk_tile(head_dim: int, dtype: str, *, has_tma: bool) -> Any:
@@ -198,7 +198,7 @@ def deterministic_cases() -> list[Case]:
     cases = [
         Case(
             f"deterministic attention, {'decodes' if is_decode else 'chunks'}",
-            split_attention._split_attention_kernel,
+            split_attention.split_attention_kernel,
             common | blocks | {"IS_DECODE": is_decode},
             tile.num_warps,
             tile.num_stages,
@@ -210,7 +210,7 @@ def deterministic_cases() -> list[Case]:
     cases.append(
         Case(
             "deterministic attention, merge",
-            split_attention._merge_parts_kernel,
+            split_attention.merge_parts_kernel,
             merge,
             2,
             options=exact,
@@ -222,7 +222,7 @@ def deterministic_cases() -> list[Case]:
     cases += [
         Case(
             f"deterministic linear, {num_sums} sums",
-            tree_linear._tree_linear_kernel,
+            tree_linear.tree_linear_kernel,
             product | {"NUM_SUMS": num_sums},
             tree_linear.NUM_WARPS,
             options=exact,
@@ -243,21 +243,21 @@ def layer_cases() -> list[Case]:
     fp8: dict[str, Any] = {"architectures": (90,), "kv_dtype": "fp8e4nv"}
     norm = {"HIDDEN": 4096, "BLOCK": 4096}
     return [
-        Case("cache", cache._reshape_and_cache_kernel, kv),
-        Case("cache, FP8", cache._reshape_and_cache_kernel, kv | {"IS_FP8": True}, **fp8),
-        Case("rotary", layers._rotary_kernel, {"NUM_HEADS": 32} | half),
-        Case("heads", heads._heads_kernel, heads_constants | {"HAS_NORM": False}),
-        Case("heads, norms", heads._heads_kernel, heads_constants | {"HAS_NORM": True}),
+        Case("cache", cache.reshape_and_cache_kernel, kv),
+        Case("cache, FP8", cache.reshape_and_cache_kernel, kv | {"IS_FP8": True}, **fp8),
+        Case("rotary", layers.rotary_kernel, {"NUM_HEADS": 32} | half),
+        Case("heads", heads.heads_kernel, heads_constants | {"HAS_NORM": False}),
+        Case("heads, norms", heads.heads_kernel, heads_constants | {"HAS_NORM": True}),
         Case(
             "heads, norms, FP8",
-            heads._heads_kernel,
+            heads.heads_kernel,
             heads_constants | {"HAS_NORM": True, "IS_FP8": True},
             **fp8,
         ),
-        Case("norm", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": False}),
-        Case("norm, add", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": True}),
-        Case("silu and mul", layers._silu_and_mul_kernel, {"BLOCK": layers.SILU_BLOCK}),
-        Case("block tables", inputs._spread_kernel, {"BLOCK": inputs.BLOCK}),
+        Case("norm", layers.rms_norm_kernel, norm | {"ADD_RESIDUAL": False}),
+        Case("norm, add", layers.rms_norm_kernel, norm | {"ADD_RESIDUAL": True}),
+        Case("silu and mul", layers.silu_and_mul_kernel, {"BLOCK": layers.SILU_BLOCK}),
+        Case("block tables", inputs.spread_kernel, {"BLOCK": inputs.BLOCK}),
     ]
 
 
@@ -269,8 +269,8 @@ def lora_cases() -> list[Case]:
     shrink = blocks | {"NUM_INPUTS": 4096, "PART_INPUTS": 512, "BLOCK_K": lora.BLOCK_K}
     expand = blocks | {"NUM_OUTPUTS": 28_672, "NUM_PARTS": 8, "BLOCK_OUT": lora.BLOCK_OUT}
     return [
-        Case("lora, shrink", lora._shrink_kernel, shrink),
-        Case("lora, expand", lora._expand_kernel, expand),
+        Case("lora, shrink", lora.shrink_kernel, shrink),
+        Case("lora, expand", lora.expand_kernel, expand),
     ]
 
 
@@ -290,13 +290,13 @@ def moe_cases() -> list[Case]:
         del tile["num_stages"]
         constants = route | tile | {"NUM_EXPERTS": count}
         routes.append(
-            Case(f"experts, route of {count}", moe._route_kernel, constants, moe.ROUTE_WARPS)
+            Case(f"experts, route of {count}", moe.route_kernel, constants, moe.ROUTE_WARPS)
         )
     return [
         *routes,
-        Case("experts, gate and up", moe._gate_up_kernel, of_experts | gate_up, num_warps=8),
-        Case("experts, down", moe._down_kernel, of_experts | down),
-        Case("experts, sum", moe._sum_experts_kernel, total),
+        Case("experts, gate and up", moe.gate_up_kernel, of_experts | gate_up, num_warps=8),
+        Case("experts, down", moe.down_kernel, of_experts | down),
+        Case("experts, sum", moe.sum_experts_kernel, total),
     ]
 
 
@@ -318,16 +318,16 @@ def integer_cases(dtype: str = "bf16") -> list[Case]:
         for rows in (16, 64):
             case = Case(
                 f"linear {name}, {rows} rows{suffix_of(dtype)}",
-                linear_int._linear_int_kernel,
+                linear_int.linear_int_kernel,
                 kind | blocks | {"BLOCK_ROWS": rows},
                 num_stages=num_stages,
                 dtype=dtype,
             )
             cases.append(case)
         dense = kind | {"BLOCK_OUT": linear_int.BLOCK_DENSE}
-        cases.append(Case(f"dequantize {name}", linear_int._dequantize_kernel, dense))
+        cases.append(Case(f"dequantize {name}", linear_int.dequantize_kernel, dense))
     total = {"NUM_SPLITS": 14, "HAS_BIAS": True, "BLOCK": split_sums.BLOCK}
-    return [*cases, Case("linear, sum", split_sums._sum_kernel, total)]
+    return [*cases, Case("linear, sum", split_sums.sum_kernel, total)]
 
 
 def fp8_cases(dtype: str = "bf16") -> list[Case]:
@@ -343,7 +343,7 @@ def fp8_cases(dtype: str = "bf16") -> list[Case]:
             blocks = {"BLOCK_ROWS": tile.block_rows, "BLOCK_OUT": tile.block_out}
             case = Case(
                 f"linear fp8{name}, {rows} rows{suffix_of(dtype)}",
-                linear_fp8._linear_fp8_kernel,
+                linear_fp8.linear_fp8_kernel,
                 kind | blocks | {"SPLIT_K": 14_336, "HAS_BIAS": True},
                 tile.num_warps,
                 tile.num_stages,
@@ -355,7 +355,7 @@ def fp8_cases(dtype: str = "bf16") -> list[Case]:
         cases.append(
             Case(
                 f"dequantize fp8{name}",
-                linear_fp8._dequantize_fp8_kernel,
+                linear_fp8.dequantize_fp8_kernel,
                 dense,
                 architectures=(90,),
             )
@@ -386,36 +386,34 @@ def sampling_cases() -> list[Case]:
     cases = [
         Case(
             "highest logit",
-            logprobs._highest_logit_kernel,
+            logprobs.highest_logit_kernel,
             {"BLOCK": logprobs.BLOCK},
             options=exact,
         ),
-        Case("logprobs", logprobs._terms_kernel, {"BLOCK": logprobs.BLOCK}, options=exact),
-        Case("penalize", penalties._penalize_kernel, {"BLOCK": penalties.BLOCK}, options=exact),
-        Case("choose", sampling._choose_kernel, {"BLOCK": 256, "HAS_VALUES": True}, options=exact),
+        Case("logprobs", logprobs.terms_kernel, {"BLOCK": logprobs.BLOCK}, options=exact),
+        Case("penalize", penalties.penalize_kernel, {"BLOCK": penalties.BLOCK}, options=exact),
+        Case("choose", sampling.choose_kernel, {"BLOCK": 256, "HAS_VALUES": True}, options=exact),
     ]
     for has_mask in (False, True):
         masked = ", mask" if has_mask else ""
         constants = {"BLOCK": 1024, "HAS_MASK": has_mask}
-        for kernel in (filters._highest_kernel, sampling._argmax_kernel):
-            name = kernel.__name__.strip("_").removesuffix("_kernel")
+        for kernel in (filters.highest_kernel, sampling.argmax_kernel):
+            name = kernel.__name__.removesuffix("_kernel")
             cases.append(Case(name + masked, kernel, constants, options=exact))
         draw = constants | {"IS_FILTERED": has_mask}
-        cases.append(Case("draw" + masked, sampling._draw_kernel, draw, options=exact))
+        cases.append(Case("draw" + masked, sampling.draw_kernel, draw, options=exact))
         for by_weight, unit in ((False, "number"), (True, "weight")):
             steps = constants | {"BY_WEIGHT": by_weight}
             rest = steps | search
             what = f" by {unit}{masked}"
             cases += [
-                Case("steps" + what, filters._steps_kernel, steps, 8, options=exact),
-                Case("pivots" + what, filters._pivots_kernel, rest, 8, options=exact),
-                Case("gather" + what, filters._gather_kernel, rest, options=exact),
+                Case("steps" + what, filters.steps_kernel, steps, 8, options=exact),
+                Case("pivots" + what, filters.pivots_kernel, rest, 8, options=exact),
+                Case("gather" + what, filters.gather_kernel, rest, options=exact),
             ]
     for by_weight, unit in ((False, "number"), (True, "weight")):
         constants = search | {"BY_WEIGHT": by_weight}
-        cases.append(
-            Case(f"search by {unit}", filters._search_kernel, constants, 16, options=exact)
-        )
+        cases.append(Case(f"search by {unit}", filters.search_kernel, constants, 16, options=exact))
     return cases
 
 

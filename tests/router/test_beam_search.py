@@ -10,16 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdserve_common.engine_types import LogprobsLists
 from pdserve_common.sampling_params import EarlyStopping, SamplingParams
 from pdserve_router.requests.beam_search import Beam, BeamSearch
+from support.beams import hf_beams
 
 VOCAB_SIZE = 24
 # Prompts behind which the values of early_stopping and min_tokens below make a difference.
 PROMPTS = ([9, 3], [22, 21, 20, 0])
 MAX_TOKENS = 10
-HF_EARLY_STOPPING = {
-    EarlyStopping.FALSE: False,
-    EarlyStopping.TRUE: True,
-    EarlyStopping.NEVER: "never",
-}
 
 
 @pytest.fixture(scope="module")
@@ -67,30 +63,6 @@ def search_for(model, prompt, params: SamplingParams) -> BeamSearch:
     return search
 
 
-def hf_beams(model, prompt, params: SamplingParams) -> list[tuple[tuple[int, ...], float]]:
-    answer = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        num_beams=params.best_of or params.n,
-        num_return_sequences=params.n,
-        max_new_tokens=params.max_tokens,
-        min_new_tokens=params.min_tokens,
-        length_penalty=params.length_penalty,
-        early_stopping=HF_EARLY_STOPPING[params.early_stopping],
-        eos_token_id=list(params.stop_token_ids) or None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    beams = []
-    for row, score in zip(answer.sequences.tolist(), answer.sequences_scores.tolist(), strict=True):
-        token_ids = row[len(prompt) :]
-        ends = [i + 1 for i, token in enumerate(token_ids) if token in params.stop_token_ids]
-        beams.append((tuple(token_ids[: min(ends, default=len(token_ids))]), score))
-    return beams
-
-
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("length_penalty", [1.0, -1.5, 2.0])
 @pytest.mark.parametrize(
@@ -117,7 +89,7 @@ def test_beams_and_scores_are_those_of_hugging_face(
     for prompt in PROMPTS:
         search = search_for(model, prompt, params)
         best = search.finished[: params.n]
-        expected = hf_beams(model, prompt, params)
+        expected = hf_beams(model, prompt, params, params.stop_token_ids)
         assert [beam.token_ids for beam in best] == [token_ids for token_ids, _ in expected]
         scores = [score for _, score in expected]
         assert [search.score(beam) for beam in best] == pytest.approx(scores, rel=1e-4)

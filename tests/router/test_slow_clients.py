@@ -44,28 +44,22 @@ def endless(worker):
     worker.behave = behave
 
 
+def start_watched(start_stack, **options):
+    return start_stack(
+        prefill=0, http=WatchedHttpServer, channel_options=SMALL_WINDOWS, info=LONG, **options
+    )
+
+
 @pytest.fixture
 async def slow_stack(start_stack):
-    async with start_stack(
-        prefill=0,
-        http=WatchedHttpServer,
-        client_stall_timeout_s=0.5,
-        channel_options=SMALL_WINDOWS,
-        info=LONG,
-    ) as stack:
+    async with start_watched(start_stack, client_stall_timeout_s=0.5) as stack:
         yield stack
 
 
 @pytest.fixture
 async def patient_stack(start_stack):
     """One that leaves a client that reads now and then its time."""
-    async with start_stack(
-        prefill=0,
-        http=WatchedHttpServer,
-        client_stall_timeout_s=6.0,
-        channel_options=SMALL_WINDOWS,
-        info=LONG,
-    ) as stack:
+    async with start_watched(start_stack, client_stall_timeout_s=6.0) as stack:
         yield stack
 
 

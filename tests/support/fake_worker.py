@@ -343,15 +343,6 @@ async def hang(running: Running) -> None:
     await asyncio.Event().wait()
 
 
-def failing_with(**fields: Any) -> Behaviour:
-    """End requests of any kind with an error of these fields."""
-
-    async def behave(running: Running) -> None:
-        running.fail(EngineError(**fields))
-
-    return behave
-
-
 async def at_once(running: Running, num_tokens: int) -> None:
     """Keep no token back."""
 

@@ -1,7 +1,7 @@
 """Drives a ModelRunner as a scheduler would, by hand, for tests of models."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
 from pdserve_kernels.reference import argmax
+from support.adapters import merged_greedy
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -242,6 +243,27 @@ class Driver:
 def make_prompt(length: int, *, seed: int = 0) -> list[int]:
     generator = random.Random(f"{seed} {length}")
     return [generator.randrange(199) for _ in range(length)]
+
+
+def run_as_merged(
+    folder: Path,
+    adapters: Sequence[Path | None],
+    lengths: Sequence[int],
+    hf_greedy: Callable[..., list[int]],
+) -> Driver:
+    """Run a request with each adapter, all in one batch; each has its merged weights' tokens."""
+    driver = Driver(folder, adapters=[each for each in adapters if each is not None])
+    prompts = {str(length): make_prompt(length) for length in lengths}
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        driver.add(request_id, prompt, adapter=adapter)
+    driver.run(*prompts, num_tokens=12, chunk=30)
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        expected = hf_greedy(folder, prompt, 12)
+        if adapter is not None:
+            base, expected = expected, merged_greedy(folder, adapter, prompt, 12)
+            assert expected != base, "the adapter changes nothing"
+        assert driver.sequences[request_id].output == expected, request_id
+    return driver
 
 
 def record_logits(driver: Driver) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def before_steps(act: Callable[[SchedulerOutput], object]) -> Iterator[None]:
 
 def batch_of(executor: UniprocExecutor) -> InputBatch:
     """Return the rows that its model runner keeps."""
-    return executor.rank._runner._batch
+    return executor.rank.runner.input_batch
 
 
 def exchange_parts(engine: Any, **parts: object) -> None:

@@ -123,7 +123,7 @@ class CudaModelRunner(ModelRunner):
 
     def _looks_back(self, batch_rows: Rows) -> bool:
         """Must the step sample on the host, or score a prompt, which waits for the device?"""
-        batch = self._batch
+        batch = self.input_batch
         return batch.sampling.looks_back(batch_rows) or batch.scores_prompts(batch_rows)
 
     @torch.inference_mode()
@@ -145,7 +145,7 @@ class CudaModelRunner(ModelRunner):
     def _warm_up_sampling(self, hidden_rows: torch.Tensor) -> None:
         """Launch all that may be launched to sample, given hidden rows [n, hidden_size]."""
         logits = self.model.compute_logits(hidden_rows)
-        self._batch.sampling.warm_up(logits[:1])
+        self.input_batch.sampling.warm_up(logits[:1])
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -239,7 +239,7 @@ class CudaModelRunner(ModelRunner):
 
     def _launch(self, plan: StepPlan) -> AsyncModelRunnerOutput:
         rows, kind = plan.logits_rows, self._kind(plan)
-        batch = self._batch.sampling.describe(rows)
+        batch = self.input_batch.sampling.describe(rows)
         is_filtered = has_filter(batch, self.model.config.vocab_size)
         arrays = {**self._model_arrays(plan, kind), **self._sampling_arrays(plan, batch)}
         pictures = self._gather_embeds(plan)
@@ -252,7 +252,7 @@ class CudaModelRunner(ModelRunner):
         else:
             views, hidden_states = self._run_eagerly(plan, kind, arrays, pictures)
         results, logprobs = None, None
-        has_logprobs = self._batch.sampling.asks_for_logprobs(rows.batch_rows)
+        has_logprobs = self.input_batch.sampling.asks_for_logprobs(rows.batch_rows)
         if len(rows) and graph is not None and not has_logprobs:
             graph.draws[is_filtered].graph.replay()
             results = graph.draws[is_filtered].results
@@ -260,12 +260,12 @@ class CudaModelRunner(ModelRunner):
             # Graphs do not keep their logits: all of theirs would take gigabytes.
             results, logits = self._draw(views, hidden_states, kind, is_filtered)
             if has_logprobs:
-                logprobs = self._batch.sampling.launch_logprobs(logits, rows, results[0])
-        generations = self._batch.generations[rows.batch_rows]
+                logprobs = self.input_batch.sampling.launch_logprobs(logits, rows, results[0])
+        generations = self.input_batch.generations[rows.batch_rows]
         launched = LaunchedStep(plan, generations, results, logprobs)
         self._launched.append(launched)
         if len(rows):
-            self._batch.append_placeholders(rows, ON_DEVICE)
+            self.input_batch.append_placeholders(rows, ON_DEVICE)
         return launched
 
     def _kind(self, plan: StepPlan) -> StepKind:
@@ -274,12 +274,12 @@ class CudaModelRunner(ModelRunner):
 
     def _has_lora(self, plan: StepPlan) -> bool:
         """Does some row have an adapter that is in a slot?"""
-        adapters = self._batch.adapters
+        adapters = self.input_batch.adapters
         return self._slots is not None and any(adapters[row] for row in plan.rows.tolist())
 
     def _lora_columns(self, plan: StepPlan) -> LoraColumns:
         assert self._slots is not None
-        digests = [self._batch.adapters[row] for row in plan.rows.tolist()]
+        digests = [self.input_batch.adapters[row] for row in plan.rows.tolist()]
         return self._slots.columns(digests, plan.query_lens)
 
     def _tiles(self, views: Mapping[str, torch.Tensor]) -> StepLora:
@@ -371,7 +371,7 @@ class CudaModelRunner(ModelRunner):
 
     def _model_arrays(self, plan: StepPlan, kind: StepKind) -> Arrays:
         """Return what the model looks at, by its names in `StepSizes.layout`."""
-        batch = self._batch
+        batch = self.input_batch
         width = -(-int(plan.seq_lens.max()) // self._block_size)
         query_start_loc = np.zeros(len(plan.rows) + 1, dtype=np.int32)
         plan.query_lens.cumsum(out=query_start_loc[1:])
@@ -410,7 +410,7 @@ class CudaModelRunner(ModelRunner):
 
     def _apply_launched(self, *, wait: bool) -> None:
         """Write what has been sampled to the batch: all of it with `wait`, else what is there."""
-        batch = self._batch
+        batch = self.input_batch
         while self._launched and (wait or self._launched[0].is_over()):
             launched = self._launched.popleft()
             rows = launched.plan.logits_rows

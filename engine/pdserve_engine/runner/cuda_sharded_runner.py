@@ -31,11 +31,11 @@ class _CudaRankRunner(CudaModelRunner):
 
     def _looks_back(self, batch_rows: Rows) -> bool:
         # Only rank 0 has use for all logits.
-        has_logprobs = self._batch.sampling.asks_for_logprobs(batch_rows)
+        has_logprobs = self.input_batch.sampling.asks_for_logprobs(batch_rows)
         return has_logprobs or super()._looks_back(batch_rows)
 
     def _warm_up_sampling(self, hidden_rows: torch.Tensor) -> None:
-        part, sampling = self._part, self._batch.sampling
+        part, sampling = self._part, self.input_batch.sampling
         logits = part.compute_logits(hidden_rows)
         # All ranks' together.
         sampling.warm_up(logits.new_zeros(1, part.config.vocab_size))

@@ -87,7 +87,7 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._device = model.device
         self._block_size = kv_cache.spec.block_size
-        self._batch = InputBatch(
+        self.input_batch = InputBatch(
             self._make_sampling(max_num_seqs, logits_processors),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -102,13 +102,13 @@ class ModelRunner:
         num_blocks = self.kv_cache.num_blocks + self._max_num_seqs
         pool = KVCache(draft.spec, num_blocks=num_blocks, device=self._device)
         self.drafter = Drafter(
-            draft.model, pool, self._batch, max_num_batched_tokens=max_num_batched_tokens
+            draft.model, pool, self.input_batch, max_num_batched_tokens=max_num_batched_tokens
         )
         return self.drafter
 
     def use_grammar_drafts(self, encode: Encode) -> None:
         """Tell behind each step what grammars force, cut into tokens."""
-        self._batch.sampling.grammars.encode = encode
+        self.input_batch.sampling.grammars.encode = encode
 
     def _make_sampling(
         self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
@@ -141,11 +141,11 @@ class ModelRunner:
 
     def _with_forced(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add what grammars force behind the step's tokens."""
-        grammars = self._batch.sampling.grammars
+        grammars = self.input_batch.sampling.grammars
         if grammars.encode is None or not grammars.num_rows:
             return output
         found = zip(output.request_ids, output.sampled_token_ids, strict=True)
-        rows = {self._batch.row_of(request_id): request_id for request_id, ids in found if ids}
+        rows = {self.input_batch.row_of(request_id): request_id for request_id, ids in found if ids}
         forced = grammars.forced(list(rows))
         if not forced:
             return output
@@ -189,12 +189,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """End the threads that match grammars, and give the draft model's pool back."""
-        self._batch.sampling.grammars.close()
+        self.input_batch.sampling.grammars.close()
         if self.drafter is not None:
             self.drafter.kv_cache.close()
 
     def _update_state(self, scheduler_output: SchedulerOutput) -> None:
-        batch = self._batch
+        batch = self.input_batch
         for request_id in scheduler_output.finished_req_ids:
             batch.remove(request_id)
         for request_id in scheduler_output.preempted_req_ids:
@@ -216,20 +216,20 @@ class ModelRunner:
         """
         if not self._may_be_late():
             return num_scheduled_tokens
-        batch = self._batch
+        batch = self.input_batch
         rows = batch.rows_of(list(num_scheduled_tokens))
         has_token = batch.num_computed_tokens[rows] < batch.num_tokens[rows]
         return dict(itertools.compress(num_scheduled_tokens.items(), has_token.tolist()))
 
     def _may_be_late(self) -> bool:
-        return self._batch.sampling.grammars.num_rows > 0
+        return self.input_batch.sampling.grammars.num_rows > 0
 
     def _plan(
         self,
         num_scheduled_tokens: dict[str, int],
         drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS,
     ) -> StepPlan:
-        batch = self._batch
+        batch = self.input_batch
         request_ids = tuple(num_scheduled_tokens)
         query_lens = np.fromiter(num_scheduled_tokens.values(), np.int64, len(request_ids))
         is_chunk = query_lens > 1
@@ -270,7 +270,7 @@ class ModelRunner:
     def _make_inputs(self, plan: StepPlan) -> ForwardInputs:
         pictures = self._gather_embeds(plan)
         return ForwardInputs(
-            token_ids=self._to_device(self._batch.token_ids[plan.token_rows, plan.positions]),
+            token_ids=self._to_device(self.input_batch.token_ids[plan.token_rows, plan.positions]),
             positions=self._to_device(plan.positions),
             kv_cache=self.kv_cache.tensor,
             metadata=self._build_metadata(plan),
@@ -281,7 +281,7 @@ class ModelRunner:
 
     def _gather_embeds(self, plan: StepPlan) -> StepEmbeds | None:
         return self.encoder_cache.gather(
-            self._batch, plan.rows, plan.starts, plan.query_lens, plan.seq_lens
+            self.input_batch, plan.rows, plan.starts, plan.query_lens, plan.seq_lens
         )
 
     def _lora_segments(self, plan: StepPlan) -> Sequence[LoraSegment]:
@@ -292,7 +292,7 @@ class ModelRunner:
         for row, begin, length in zip(
             plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True
         ):
-            digest = self._batch.adapters[row]
+            digest = self.input_batch.adapters[row]
             if digest is None:
                 continue
             adapter, end = self._adapters[digest], begin + length
@@ -314,7 +314,7 @@ class ModelRunner:
             seq_lens_host=tuple(plan.seq_lens.tolist()),
             num_decodes=int((plan.query_lens == 1).sum()),
         )
-        tables = self._batch.block_tables
+        tables = self.input_batch.block_tables
         return tuple(
             describe(
                 block_table=self._to_device(table[plan.rows, :max_blocks]),
@@ -326,7 +326,7 @@ class ModelRunner:
     def _slot_mappings(self, plan: StepPlan) -> Iterator[Rows]:
         """Yield where each token's KV goes, for each KV group."""
         blocks, offsets = np.divmod(plan.positions, self._block_size)
-        for table in self._batch.block_tables:
+        for table in self.input_batch.block_tables:
             yield table[plan.token_rows, blocks].astype(np.int64) * self._block_size + offsets
 
     def _sample(
@@ -336,7 +336,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, LogprobsLists],
     ) -> ModelRunnerOutput:
         hidden_rows, rows = self._to_device(plan.hidden_rows), plan.logits_rows
-        masks = self._batch.sampling.take_masks(rows)
+        masks = self.input_batch.sampling.take_masks(rows)
         if masks is not None and masks.late:
             on_time = np.setdiff1d(np.arange(len(rows)), masks.late)
             masks, rows = masks.select(on_time.tolist()), rows.select(on_time)
@@ -346,7 +346,7 @@ class ModelRunner:
         if len(hidden_rows) < len(hidden_states):
             hidden_states = hidden_states[hidden_rows]
         sampled = self._choose(hidden_states, rows, masks).accepted()
-        self._batch.append_tokens(sampled.rows, sampled.token_ids)
+        self.input_batch.append_tokens(sampled.rows, sampled.token_ids)
         return by_request(plan, sampled, prompt_logprobs)
 
     def _output_without_tokens(
@@ -363,7 +363,7 @@ class ModelRunner:
         self, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
     ) -> SampledTokens:
         """Return a token for each of `rows`, whose hidden states are [n, hidden_size]."""
-        batch = self._batch
+        batch = self.input_batch
         if batch.sampling.is_greedy(rows):
             mask = None if masks is None else self._to_device(masks.bitmask)
             return sampled_of(self.model.choose_greedily(hidden_states, mask=mask), rows, masks)
@@ -375,9 +375,11 @@ class ModelRunner:
     ) -> dict[str, LogprobsLists]:
         """Score the prompt tokens that follow the computed ones, for the requests that ask."""
         logprobs: dict[str, LogprobsLists] = {}
-        num_top = self._batch.sampling.num_prompt_logprobs[plan.rows]
+        num_top = self.input_batch.sampling.num_prompt_logprobs[plan.rows]
         for index in np.flatnonzero(num_top != NO_LOGPROBS).tolist():
-            targets = self._batch.prompt_targets(int(plan.rows[index]), int(plan.query_lens[index]))
+            targets = self.input_batch.prompt_targets(
+                int(plan.rows[index]), int(plan.query_lens[index])
+            )
             if len(targets):
                 start = int(plan.starts[index])
                 logprobs[plan.request_ids[index]] = self._score(

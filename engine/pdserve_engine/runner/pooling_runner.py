@@ -31,7 +31,7 @@ class PoolingRunner(ModelRunner):
             plan.starts,
             plan.query_lens,
             plan.seq_lens,
-            self._batch.num_prompt_tokens[plan.rows],
+            self.input_batch.num_prompt_tokens[plan.rows],
         )
         vectors = self._pooling.pool(self._forward(plan), metadata)
         if self._pooler.num_labels and len(vectors):
@@ -51,7 +51,7 @@ class PoolingRunner(ModelRunner):
 
     def _finish(self, vector: torch.Tensor, row: int) -> tuple[tuple[float, ...], int]:
         """Return a row's answer, and how many of its numbers are NaN."""
-        params = self._batch.pooling_params[row]
+        params = self.input_batch.pooling_params[row]
         assert params is not None, "the worker refuses requests without"
         answer = finish(vector, self._pooler, params)
         return tuple(answer.tolist()), int(answer.isnan().sum())

@@ -72,7 +72,7 @@ class Rank:
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         source = self._source
         self.kv_cache = KVCache(source.spec, num_blocks=num_blocks, device=source.device)
-        self._runner = runner_class(self._model)(
+        self.runner = runner_class(self._model)(
             self._model,
             self.kv_cache,
             max_num_seqs=self._config.scheduler.max_batch_size,
@@ -81,10 +81,10 @@ class Rank:
         )
         self._use_grammar_drafts()
         if self._config.has_adapters:
-            self._runner.reserve_adapters(self._config.max_loras, self._config.max_lora_rank)
+            self.runner.reserve_adapters(self._config.max_loras, self._config.max_lora_rank)
         del self._model  # the runner's alone: a sleep gives it back
         memory = SleepingMemory(
-            self._runner,
+            self.runner,
             self.kv_cache,
             device=source.device,
             load_model=source.reload,
@@ -93,7 +93,7 @@ class Rank:
         if self._draft is not None and source.draft is not None:
             self._use_draft_model(self._draft, source.draft)
         del self._draft
-        self._runner.capture_graphs()
+        self.runner.capture_graphs()
 
     def adapter_store(
         self, *, behind_steps: Callable[[Callable[[], None]], object]
@@ -101,19 +101,19 @@ class Rank:
         """`behind_steps` has a function called when the steps begun so far are over."""
         if not self._config.has_adapters:
             return None
-        return RunnerAdapters(self._runner, self._source.read_adapter, behind_steps)
+        return RunnerAdapters(self.runner, self._source.read_adapter, behind_steps)
 
     def _use_grammar_drafts(self) -> None:
         if self._config.speculation == "none":
             return
         try:
-            self._runner.use_grammar_drafts(self._source.encoder())
+            self.runner.use_grammar_drafts(self._source.encoder())
         except ValueError as error:
             logger.warning("grammars propose no drafts: %s", error)
 
     def _use_draft_model(self, draft: DraftModel, source: DraftModelSource) -> None:
         max_num_batched_tokens = self._config.scheduler.max_num_batched_tokens
-        drafter = self._runner.use_draft_model(draft, max_num_batched_tokens)
+        drafter = self.runner.use_draft_model(draft, max_num_batched_tokens)
         memory = SleepingMemory(
             drafter,
             drafter.kv_cache,
@@ -138,10 +138,10 @@ class Rank:
         return transport
 
     def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
-        self._runner.release_graphs()
-        self._runner.encoder_cache.clear()
-        if self._runner.drafter is not None:
-            self._runner.drafter.forget()
+        self.runner.release_graphs()
+        self.runner.encoder_cache.clear()
+        if self.runner.drafter is not None:
+            self.runner.drafter.forget()
         memory, *others = self._memories
         num_bytes = memory.release(level, keeps_pool=keeps_pool)
         return num_bytes + sum(other.release(level) for other in others)
@@ -159,16 +159,16 @@ class Rank:
     def _capture_graphs(self) -> None:
         """Once all is back that they read; weights and pool may come back one by one."""
         if all(memory.is_complete for memory in self._memories):
-            self._runner.capture_graphs()
+            self.runner.capture_graphs()
 
     def close(self) -> None:
         """Give the pool's memory back."""
-        self._runner.close()
+        self.runner.close()
         self.kv_cache.close()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
         """Begin a step, behind those that were begun before."""
-        return self._runner.execute_model(scheduler_output)
+        return self.runner.execute_model(scheduler_output)
 
 
 def _picture_bytes(config: EngineConfig, model: ModelConfig) -> int:

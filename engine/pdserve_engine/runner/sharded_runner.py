@@ -37,7 +37,7 @@ class LeaderRunner(ModelRunner):
     def _choose(
         self, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
     ) -> SampledTokens:
-        sampling = self._batch.sampling
+        sampling = self.input_batch.sampling
         if sampling.is_greedy(rows) or not sampling.is_unfiltered(rows):
             return super()._choose(hidden_states, rows, masks)
         mask = None if masks is None else self._to_device(masks.bitmask)
@@ -62,7 +62,9 @@ class FollowerRunner(ModelRunner):
         self._forward(plan)
         assert self.model.group is not None
         counts, token_ids = follow(self.model, self.model.group, len(plan.request_ids))
-        self._batch.append_tokens(self._batch.next_rows_behind(plan.rows, counts), token_ids)
+        self.input_batch.append_tokens(
+            self.input_batch.next_rows_behind(plan.rows, counts), token_ids
+        )
         pieces = np.split(token_ids, counts.cumsum()[:-1])
         return ModelRunnerOutput(
             request_ids=plan.request_ids,

@@ -135,7 +135,7 @@ class Launch:
         tile = decode_tile(query.dtype, head_dim, self.group_size)
         self._run((num_reqs, self.num_kv_heads, num_splits), tile, parts, part_sums, num_splits)
         if num_splits > 1:
-            _merge_kernel[(num_reqs, num_heads)](
+            merge_kernel[(num_reqs, num_heads)](
                 parts,
                 part_sums,
                 metadata.seq_lens,
@@ -170,7 +170,7 @@ class Launch:
         num_splits: int,
     ) -> None:
         metadata, kv_cache = self.metadata, self.kv_cache
-        _attention_kernel[grid](
+        attention_kernel[grid](
             self.query,
             kv_cache,
             _rows_of(kv_cache, tile.block_n) if tile.use_tma else None,
@@ -237,7 +237,7 @@ def _split_of(seq_len, first_tile, num_splits, BLOCK_N: tl.constexpr):
     do_not_specialize=["num_reqs", "layer", "stride_table"],
     do_not_specialize_on_alignment=["block_table_ptr"],
 )
-def _attention_kernel(
+def attention_kernel(
     query_ptr,
     kv_cache_ptr,
     kv_rows,
@@ -270,7 +270,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Chunks, grid (block of queries, KV head), or decodes, grid (request, KV head, part). If these
-    are split, what is written are parts, for `_merge_kernel`.
+    are split, what is written are parts, for `merge_kernel`.
     """
     TOKENS_PER_BLOCK: tl.constexpr = 1 if IS_DECODE else BLOCK_M // GROUP_SIZE
     kv_head = tl.program_id(1)
@@ -348,7 +348,7 @@ def _attention_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def merge_kernel(
     parts_ptr,
     part_sums_ptr,
     seq_lens_ptr,

@@ -31,7 +31,7 @@ def reshape_and_cache(
     num_tokens, num_kv_heads, head_dim = key.shape
     if not kv_cache.is_contiguous() or key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError("kv_cache must be contiguous, and key and value in their last dimension")
-    _reshape_and_cache_kernel[(num_tokens, num_kv_heads)](
+    reshape_and_cache_kernel[(num_tokens, num_kv_heads)](
         key,
         value,
         kv_cache,
@@ -62,7 +62,7 @@ def to_fp8(x, inverse_scale):
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
-def _reshape_and_cache_kernel(
+def reshape_and_cache_kernel(
     key_ptr,
     value_ptr,
     kv_cache_ptr,

@@ -74,15 +74,15 @@ def find_thresholds(
     options = {"HAS_MASK": mask is not None, "BLOCK": BLOCK, "enable_fp_fusion": False}
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     grid = (num_rows, min(num_blocks, max(1, MAX_PROGRAMS // num_rows)))
-    _highest_kernel[grid](*row, *wanted, **options)
+    highest_kernel[grid](*row, *wanted, **options)
     for by_weight, record in zip((False, True), rounds, strict=True):
         state = (record, thresholds)
         options |= {"BY_WEIGHT": by_weight}
-        _steps_kernel[grid](*row, *wanted, *state, num_warps=8, **options)
+        steps_kernel[grid](*row, *wanted, *state, num_warps=8, **options)
         options |= {"SEARCH_BLOCK": SEARCH_BLOCK}
-        _pivots_kernel[grid](*row, *wanted, *state, num_warps=8, **options)
-        _gather_kernel[grid](*row, *wanted, *state, values, **options)
-        _search_kernel[(num_rows,)](
+        pivots_kernel[grid](*row, *wanted, *state, num_warps=8, **options)
+        gather_kernel[grid](*row, *wanted, *state, values, **options)
+        search_kernel[(num_rows,)](
             vocab_size,
             *wanted,
             *state,
@@ -216,7 +216,7 @@ def _narrow_by_all(
 
 
 @triton.jit
-def _highest_kernel(
+def highest_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -244,7 +244,7 @@ def _highest_kernel(
 
 
 @triton.jit
-def _steps_kernel(
+def steps_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -304,7 +304,7 @@ def _pick_pivots(
 
 
 @triton.jit
-def _pivots_kernel(
+def pivots_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -351,7 +351,7 @@ def _pivots_kernel(
 
 
 @triton.jit
-def _gather_kernel(
+def gather_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -438,7 +438,7 @@ def _search(
 
 
 @triton.jit
-def _search_kernel(
+def search_kernel(
     vocab_size,
     divisors_ptr,
     top_k_ptr,

@@ -35,7 +35,7 @@ def prepare_heads(
     num_heads, num_kv_heads = decoder.num_heads, decoder.num_kv_heads
     half = decoder.cos_sin_cache.shape[1] // 2
     has_norm = layer.q_norm is not None
-    _heads_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, BLOCK_HEADS))](
+    heads_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, BLOCK_HEADS))](
         qkv,
         layer.q_norm if has_norm else qkv,
         layer.k_norm if has_norm else qkv,
@@ -75,7 +75,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, column, inside):
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
-def _heads_kernel(
+def heads_kernel(
     qkv_ptr,
     q_norm_ptr,
     k_norm_ptr,

@@ -16,13 +16,13 @@ def spread_block_tables(
     and width, on the device: a CUDA graph that replays this does not depend on them.
     """
     num_groups, max_reqs, _ = spread.shape
-    _spread_kernel[(num_groups, max_reqs)](
+    spread_kernel[(num_groups, max_reqs)](
         tables, table_size, spread, spread.stride(0), spread.stride(1), BLOCK=BLOCK
     )
 
 
 @triton.jit
-def _spread_kernel(
+def spread_kernel(
     tables_ptr,
     table_size_ptr,
     spread_ptr,

@@ -38,7 +38,7 @@ def _launch_rms_norm(
     if num_rows == 0:
         return
     x = x.contiguous()
-    _rms_norm_kernel[(num_rows,)](
+    rms_norm_kernel[(num_rows,)](
         x,
         x if residual is None else residual.contiguous(),
         weight,
@@ -53,7 +53,7 @@ def _launch_rms_norm(
 
 
 @triton.jit
-def _rms_norm_kernel(
+def rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -103,7 +103,7 @@ def rotary_embedding(
     half = cos_sin_cache.shape[1] // 2
     if num_tokens == 0:
         return
-    _rotary_kernel[(num_tokens, num_heads + key.shape[1])](
+    rotary_kernel[(num_tokens, num_heads + key.shape[1])](
         positions,
         query,
         key,
@@ -120,7 +120,7 @@ def rotary_embedding(
 
 
 @triton.jit
-def _rotary_kernel(
+def rotary_kernel(
     positions_ptr,
     query_ptr,
     key_ptr,
@@ -161,14 +161,14 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if x.stride(1) != 1:
         raise ValueError("x must be contiguous in its last dimension")
     grid = (num_tokens, triton.cdiv(width, SILU_BLOCK))
-    _silu_and_mul_kernel[grid](
+    silu_and_mul_kernel[grid](
         x, output, x.stride(0), width, BLOCK=SILU_BLOCK, enable_fp_fusion=True
     )
     return output
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, output_ptr, stride_x, width, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(x_ptr, output_ptr, stride_x, width, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

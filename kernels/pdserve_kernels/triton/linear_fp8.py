@@ -117,7 +117,7 @@ def dequantize_fp8(packed: Fp8LinearWeight) -> torch.Tensor:
     shape = (packed.out_features, packed.in_features)
     dense = torch.empty(shape, dtype=packed.dtype, device=packed.device)
     grid = (triton.cdiv(packed.out_features, BLOCK_DENSE), triton.cdiv(packed.in_features, BLOCK_K))
-    _dequantize_fp8_kernel[grid](
+    dequantize_fp8_kernel[grid](
         packed.values,
         packed.scales,
         dense,
@@ -156,7 +156,7 @@ def _multiply(
         return
     # Programs side by side share what they read of the weight.
     grid = (row_blocks, triton.cdiv(packed.out_features, tile.block_out), num_splits)
-    _linear_fp8_kernel[grid](
+    linear_fp8_kernel[grid](
         rows,
         packed.values,
         packed.scales,
@@ -194,7 +194,7 @@ def _load_inputs(pointers, mask, inputs, is_input, NUM_INPUTS: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_fp8_kernel(
+def linear_fp8_kernel(
     x_ptr,
     fp8_ptr,
     scales_ptr,
@@ -246,7 +246,7 @@ def _linear_fp8_kernel(
 
 
 @triton.jit
-def _dequantize_fp8_kernel(
+def dequantize_fp8_kernel(
     fp8_ptr,
     scales_ptr,
     dense_ptr,

@@ -89,7 +89,7 @@ def dequantize_integers(packed: IntLinearWeight) -> torch.Tensor:
     shape = (packed.out_features, packed.in_features)
     dense = torch.empty(shape, dtype=packed.dtype, device=packed.device)
     grid = (triton.cdiv(packed.out_features, BLOCK_DENSE), triton.cdiv(packed.in_features, BLOCK_K))
-    _dequantize_kernel[grid](
+    dequantize_kernel[grid](
         *_tensors(packed),
         dense,
         packed.out_features,
@@ -111,7 +111,7 @@ def _multiply(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
     shape = (num_splits, num_rows, num_outputs)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     block_rows = max(BLOCK_ROWS, triton.next_power_of_2(num_rows))
-    _linear_int_kernel[(programs, num_splits)](
+    linear_int_kernel[(programs, num_splits)](
         x,
         *_tensors(packed),
         sums,
@@ -203,7 +203,7 @@ def _dense_half(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_int_kernel(
+def linear_int_kernel(
     x_ptr,
     integers_ptr,
     scales_ptr,
@@ -253,7 +253,7 @@ def _linear_int_kernel(
 
 
 @triton.jit
-def _dequantize_kernel(
+def dequantize_kernel(
     integers_ptr,
     scales_ptr,
     zeros_ptr,

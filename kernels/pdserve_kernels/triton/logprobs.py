@@ -31,8 +31,8 @@ def logprob_terms(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobTerms:
         num_blocks = triton.cdiv(vocab_size, BLOCK)
         grid = (num_rows, min(num_blocks, max(1, MAX_PROGRAMS // num_rows)))
         row = (logits, logits.stride(0), vocab_size, records)
-        _highest_logit_kernel[grid](*row, BLOCK=BLOCK, enable_fp_fusion=False)
-        _terms_kernel[grid](*row, chosen, highest, BLOCK=BLOCK, enable_fp_fusion=False)
+        highest_logit_kernel[grid](*row, BLOCK=BLOCK, enable_fp_fusion=False)
+        terms_kernel[grid](*row, chosen, highest, BLOCK=BLOCK, enable_fp_fusion=False)
     return LogprobTerms(highest, records[:, 1].clamp(min=1), records[:, 2] + 1)
 
 
@@ -43,7 +43,7 @@ def _load(raw_ptr, stride_row, vocab_size, row, token):
 
 
 @triton.jit
-def _highest_logit_kernel(raw_ptr, stride_row, vocab_size, records_ptr, BLOCK: tl.constexpr):
+def highest_logit_kernel(raw_ptr, stride_row, vocab_size, records_ptr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     highest = tl.full((BLOCK,), -(2**31), tl.int32)
     for start in range(tl.program_id(1) * BLOCK, vocab_size, tl.num_programs(1) * BLOCK):
@@ -54,7 +54,7 @@ def _highest_logit_kernel(raw_ptr, stride_row, vocab_size, records_ptr, BLOCK: t
 
 
 @triton.jit(do_not_specialize_on_alignment=["chosen_ptr"])
-def _terms_kernel(
+def terms_kernel(
     raw_ptr,
     stride_row,
     vocab_size,

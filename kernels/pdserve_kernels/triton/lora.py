@@ -86,7 +86,7 @@ class LinearLora:
         rank_blocks = triton.cdiv(self.num_ranks, BLOCK_RANKS)
         shape = (num_parts, num_rows, rank_blocks * BLOCK_RANKS)
         shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
-        _shrink_kernel[(len(self.slots), rank_blocks, num_parts)](
+        shrink_kernel[(len(self.slots), rank_blocks, num_parts)](
             x,
             *self._common(shrunk),
             NUM_INPUTS=num_inputs,
@@ -103,7 +103,7 @@ class LinearLora:
         which a tree adds up the parts.
         """
         num_outputs = out.shape[1]
-        _expand_kernel[(len(self.slots), triton.cdiv(num_outputs, BLOCK_OUT))](
+        expand_kernel[(len(self.slots), triton.cdiv(num_outputs, BLOCK_OUT))](
             out,
             *self._common(shrunk),
             NUM_OUTPUTS=num_outputs,
@@ -156,7 +156,7 @@ def _fields(weight: LoraWeight | None) -> tuple[int, ...]:
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)
-def _shrink_kernel(
+def shrink_kernel(
     x_ptr,
     rows_ptr,
     slots_ptr,
@@ -213,7 +213,7 @@ def _sum_parts(shrunk, stride_part, is_row, first: tl.constexpr, COUNT: tl.const
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)
-def _expand_kernel(
+def expand_kernel(
     output_ptr,
     rows_ptr,
     slots_ptr,

@@ -103,7 +103,7 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     }
     places = (pairs.order, pairs.first_pairs, pairs.first_blocks)
     activated = x.new_empty(num_pairs, intermediate_size)
-    _gate_up_kernel[(pairs.max_blocks * triton.cdiv(intermediate_size, BLOCK_OUT),)](
+    gate_up_kernel[(pairs.max_blocks * triton.cdiv(intermediate_size, BLOCK_OUT),)](
         x,
         packed.gate_up,
         *places,
@@ -115,7 +115,7 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
         **constants,
     )
     parts = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    _down_kernel[(pairs.max_blocks * triton.cdiv(hidden_size, BLOCK_OUT),)](
+    down_kernel[(pairs.max_blocks * triton.cdiv(hidden_size, BLOCK_OUT),)](
         activated,
         packed.down,
         *places,
@@ -125,7 +125,7 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
         num_warps=4,
         **constants,
     )
-    _sum_experts_kernel[(num_rows, triton.cdiv(hidden_size, SUM_BLOCK))](
+    sum_experts_kernel[(num_rows, triton.cdiv(hidden_size, SUM_BLOCK))](
         parts,
         weights,
         out,
@@ -142,7 +142,7 @@ def _route(x: torch.Tensor, packed: MoeWeight) -> tuple[torch.Tensor, torch.Tens
     num_rows, num_experts = len(x), len(packed.router)
     weights = torch.empty(num_rows, packed.top_k, dtype=torch.float32, device=x.device)
     ids = torch.empty(num_rows, packed.top_k, dtype=torch.int32, device=x.device)
-    _route_kernel[(triton.cdiv(num_rows, ROUTED_ROWS),)](
+    route_kernel[(triton.cdiv(num_rows, ROUTED_ROWS),)](
         x,
         packed.router,
         weights,
@@ -189,7 +189,7 @@ def _sort(ids: torch.Tensor, num_experts: int) -> _Sorted:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _route_kernel(
+def route_kernel(
     x_ptr,
     router_ptr,
     weights_ptr,
@@ -233,7 +233,7 @@ def _route_kernel(
 
 
 @triton.jit
-def _gate_up_kernel(
+def gate_up_kernel(
     x_ptr,
     gate_up_ptr,
     order_ptr,
@@ -277,7 +277,7 @@ def _gate_up_kernel(
 
 
 @triton.jit
-def _down_kernel(
+def down_kernel(
     x_ptr,
     down_ptr,
     order_ptr,
@@ -313,7 +313,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_experts_kernel(
+def sum_experts_kernel(
     parts_ptr, weights_ptr, output_ptr, num_outputs, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """output[row] = the row's parts times their weights, added up by ascending ids."""

@@ -25,7 +25,7 @@ def penalize(logits: torch.Tensor, tokens: PenalizedTokens) -> None:
         for name, dtype in zip(PenalizedTokens._fields, types, strict=True)
     }
     staged = Layout(fields).to_device(tokens._asdict(), logits.device)
-    _penalize_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+    penalize_kernel[(triton.cdiv(num_tokens, BLOCK),)](
         logits,
         *logits.stride(),
         *(staged[name] for name in PenalizedTokens._fields),
@@ -36,7 +36,7 @@ def penalize(logits: torch.Tensor, tokens: PenalizedTokens) -> None:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _penalize_kernel(
+def penalize_kernel(
     penalized_ptr,
     stride_row,
     stride_token,

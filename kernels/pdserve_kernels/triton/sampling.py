@@ -42,7 +42,7 @@ def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
     best, nans, chosen = _parts_and_results(num_rows, num_parts, logits.device)
     values = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _argmax_kernel[(num_rows, num_parts)](
+        argmax_kernel[(num_rows, num_parts)](
             logits,
             logits if mask is None else mask,
             logits.stride(0),
@@ -135,7 +135,7 @@ def _draw(
     num_parts = triton.cdiv(vocab_size, BLOCK)
     best, nans, chosen = _parts_and_results(num_rows, num_parts, logits.device)
     if num_rows:
-        _draw_kernel[(num_rows, num_parts)](
+        draw_kernel[(num_rows, num_parts)](
             logits,
             logits if mask is None else mask,
             logits.stride(0),
@@ -170,7 +170,7 @@ def _choose(
     best: torch.Tensor, nans: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor | None
 ) -> None:
     num_rows, num_parts = best.shape
-    _choose_kernel[(num_rows,)](
+    choose_kernel[(num_rows,)](
         best,
         nans,
         chosen,
@@ -195,7 +195,7 @@ def _count_nans(x):
 
 
 @triton.jit
-def _argmax_kernel(
+def argmax_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -214,7 +214,7 @@ def _argmax_kernel(
 
 
 @triton.jit
-def _draw_kernel(
+def draw_kernel(
     logits_ptr,
     mask_ptr,
     stride_row,
@@ -251,7 +251,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def _choose_kernel(
+def choose_kernel(
     best_ptr,
     nans_ptr,
     chosen_ptr,

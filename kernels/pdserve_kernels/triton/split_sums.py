@@ -15,7 +15,7 @@ def add_splits(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     num_splits, num_rows, num_outputs = sums.shape
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=sums.device)
     if num_rows:
-        _sum_kernel[(num_rows, triton.cdiv(num_outputs, BLOCK))](
+        sum_kernel[(num_rows, triton.cdiv(num_outputs, BLOCK))](
             sums,
             out if bias is None else bias,
             out,
@@ -30,7 +30,7 @@ def add_splits(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_kernel(
+def sum_kernel(
     sums_ptr,
     bias_ptr,
     output_ptr,

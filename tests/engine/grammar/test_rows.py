@@ -111,7 +111,7 @@ def test_rows_without_a_grammar_have_the_tokens_that_they_have_alone(
 
 
 def grammars_of(driver: Driver) -> Any:
-    return driver.runner._batch.sampling.grammars
+    return driver.runner.input_batch.sampling.grammars
 
 
 @pytest.mark.parametrize("seed", seeds(3))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pdserve_engine.models.registry import load_model
-from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
-from support.model_driver import Driver, make_prompt, record_logits
+from support.adapters import ALL_PROJECTIONS, write_adapter
+from support.model_driver import Driver, make_prompt, record_logits, run_as_merged
 from support.models import NATIVE_MODELS
 
 RANKS = (8, 16, 24, 32, 40, 48, 56, 64)
@@ -38,21 +38,8 @@ def test_greedy_text_is_that_of_merged_weights(
         ),
         None,
     ]
-    driver = Driver(model_dir, adapters=[folder for folder in adapters if folder is not None])
-    prompts = {str(n): make_prompt(n) for n in (5, 40, 75, 17)}
-    for (request_id, prompt), folder in zip(prompts.items(), adapters, strict=True):
-        driver.add(request_id, prompt, adapter=folder)
-    driver.run(*prompts, num_tokens=12, chunk=30)
-    texts = set()
-    for (request_id, prompt), folder in zip(prompts.items(), adapters, strict=True):
-        if folder is None:
-            expected = hf_greedy(model_dir, prompt, 12)
-        else:
-            expected = merged_greedy(model_dir, folder, prompt, 12)
-            assert expected != hf_greedy(model_dir, prompt, 12), "the adapter changes nothing"
-        assert driver.sequences[request_id].output == expected, request_id
-        texts.add(tuple(expected))
-    assert len(texts) == len(prompts)
+    sequences = run_as_merged(model_dir, adapters, (5, 40, 75, 17), hf_greedy).sequences.values()
+    assert len({tuple(sequence.output) for sequence in sequences}) == len(adapters)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pdserve_engine.models.base import SupportsLora
 from pdserve_engine.models.registry import load_model, read_model_config
 from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
 from support.engines import generate, loaded
-from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.model_driver import CPU, Driver, make_prompt, record_logits, run_as_merged
 from support.models import BACKEND_MODELS
 from support.requests import greedy, make_request
 
@@ -74,17 +74,7 @@ def test_greedy_text_is_that_of_merged_weights(
         ),
         None,
     ]
-    driver = Driver(folder, adapters=[each for each in adapters if each is not None])
-    prompts = {str(n): make_prompt(n) for n in (5, 40, 75, 17)}
-    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
-        driver.add(request_id, prompt, adapter=adapter)
-    driver.run(*prompts, num_tokens=12, chunk=30)
-    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
-        expected = hf_greedy(folder, prompt, 12)
-        if adapter is not None:
-            base, expected = expected, merged_greedy(folder, adapter, prompt, 12)
-            assert expected != base, "the adapter changes nothing"
-        assert driver.sequences[request_id].output == expected, request_id
+    run_as_merged(folder, adapters, (5, 40, 75, 17), hf_greedy)
 
 
 def test_linears_of_layers_are_known_by_the_names_that_peft_has(

@@ -17,9 +17,9 @@ from pdserve_engine.models.config import LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import check_shards
 from pdserve_engine.models.stage import check_stages
-from support.adapters import merged_greedy, write_adapter
+from support.adapters import write_adapter
 from support.engines import generate_greedily, loaded
-from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.model_driver import CPU, Driver, make_prompt, record_logits, run_as_merged
 from support.models import NATIVE_MODELS
 
 NAMES = [name for name in NATIVE_MODELS if "moe" in name or name == "mixtral"]
@@ -160,18 +160,7 @@ def test_adapters_change_attention_and_no_experts(
         write_adapter(folder, tmp_path / "b", seed=2, target_modules=["q_proj"], r=3),
         None,
     ]
-    driver = Driver(folder, adapters=[each for each in adapters if each is not None])
-    prompts = {str(length): make_prompt(length) for length in (40, 75, 17)}
-    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
-        driver.add(request_id, prompt, adapter=adapter)
-    driver.run(*prompts, num_tokens=12, chunk=30)
-    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
-        expected = hf_greedy(folder, prompt, 12)
-        if adapter is not None:
-            base, expected = expected, merged_greedy(folder, adapter, prompt, 12)
-            assert expected != base, "the adapter changes nothing"
-        assert driver.sequences[request_id].output == expected, request_id
-    model = driver.runner.model
+    model = run_as_merged(folder, adapters, (40, 75, 17), hf_greedy).runner.model
     assert isinstance(model, SupportsLora)
     # The MLP of the layer that has one, too.
     others = {name for name in model.lora_targets if "self_attn" not in name}

@@ -57,7 +57,7 @@ class _SplitLaunch(Launch):
         grid = (num_reqs, self.num_kv_heads, num_splits)
         self._launch(grid, parts, part_sums, is_decode=True)
         names = ("WINDOW", "GROUP_SIZE", "HEAD_DIM", "BLOCK_D")
-        _merge_parts_kernel[grid[:2]](
+        merge_parts_kernel[grid[:2]](
             parts,
             part_sums,
             metadata.seq_lens,
@@ -95,7 +95,7 @@ class _SplitLaunch(Launch):
         is_decode: bool,
     ) -> None:
         metadata, kv_cache, tile = self.metadata, self.kv_cache, self._tile
-        _split_attention_kernel[grid](
+        split_attention_kernel[grid](
             self.query,
             kv_cache,
             metadata.block_table,
@@ -142,7 +142,7 @@ def _merge(output, row_max, row_sum, part, part_max, part_sum):
     do_not_specialize=["num_reqs", "layer", "stride_table"],
     do_not_specialize_on_alignment=["block_table_ptr"],
 )
-def _split_attention_kernel(
+def split_attention_kernel(
     query_ptr,
     kv_cache_ptr,
     block_table_ptr,
@@ -244,7 +244,7 @@ def _split_attention_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _merge_parts_kernel(
+def merge_parts_kernel(
     parts_ptr,
     part_sums_ptr,
     seq_lens_ptr,

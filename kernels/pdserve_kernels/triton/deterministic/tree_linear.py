@@ -129,7 +129,7 @@ def _multiply(
     out = torch.empty(len(rows), packed.out_features, dtype=dtype, device=x.device)
     row_blocks = triton.cdiv(len(rows), BLOCK_ROWS)
     if row_blocks:
-        _tree_linear_kernel[(row_blocks * triton.cdiv(packed.out_features, BLOCK_OUT),)](
+        tree_linear_kernel[(row_blocks * triton.cdiv(packed.out_features, BLOCK_OUT),)](
             rows,
             dense,
             out if bias is None else bias,
@@ -195,7 +195,7 @@ def _sum_parts(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _tree_linear_kernel(
+def tree_linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
