@@ -39,6 +39,7 @@ from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.runner.rank import Rank
+from support import fork_server
 from support.engines import LONG, Client, launched, until_idle
 from support.grammars import EOS, MODEL
 from support.metrics import samples_of
@@ -592,6 +593,7 @@ async def test_closing_gives_everything_back_and_may_be_repeated(
     kind: str, start: Callable[..., Any]
 ) -> None:
     await asyncio.to_thread(int)
+    fork_server.prepare("pdserve_engine.clients")
     before = held()
     async with start(kind) as engine:
         client = Client(engine)

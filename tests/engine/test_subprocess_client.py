@@ -55,6 +55,7 @@ from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
+from support import fork_server
 from support.waiting import until
 
 Children = Callable[[], list[psutil.Process]]
@@ -441,6 +442,7 @@ def test_a_process_ends_with_its_parent(config: EngineConfig, signum: int) -> No
 @pytest.fixture(autouse=True)
 def children() -> Iterator[Children]:
     """Processes that the test has started; none is to be left."""
+    fork_server.prepare("pdserve_engine.clients")
     before = set(psutil.Process().children())
 
     def started() -> list[psutil.Process]:

@@ -164,6 +164,11 @@ def spawn(
     return _spawn(_server, module, arguments, pass_fds=pass_fds, env=env)
 
 
+def prepare(module: str) -> None:
+    """Start what `spawn` forks a module from, for tests that count children and descriptors."""
+    _server(CHILDREN[module])
+
+
 def _spawn(
     server_of: "Callable[[Sequence[str]], _Server]",
     module: str,

@@ -20,7 +20,7 @@ import pytest
 from support.run_log import RUN_LOG
 
 # The number of this process, from 0 on; not set in one that runs all tests by itself.
-NUMBER = "PDSERVE_TESTS_PROCESS"
+NUMBER = "TESTS_PROCESS"
 Files = Sequence[Sequence[pytest.Item]]
 
 
