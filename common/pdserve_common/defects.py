@@ -139,7 +139,7 @@ def keep_running(
                 await run()
             except _INTENDED:
                 raise
-            except BaseException as error:
+            except BaseException as error:  # as in `contained`: the loop goes on
                 record(loop, error, costs)
                 with contained(loop, f"word of a defect that costs {costs}"):
                     on_defect(error)

@@ -193,7 +193,7 @@ def _be_fork(session: pytest.Session, files: Files, connection: Connection) -> N
         capture.stop_global_capturing()
         atexit._run_exitfuncs()  # what tests have started ends
         status = 0
-    except BaseException:
+    except BaseException:  # a fork must not go on as its parent would
         traceback.print_exc()
     finally:
         os._exit(status)

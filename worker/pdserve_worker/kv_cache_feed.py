@@ -31,7 +31,7 @@ class CachedBlocks:
         """The engine says what has changed."""
         try:
             self._apply(events)
-        except BaseException as error:
+        except BaseException as error:  # the engine's thread calls, and serves all
             # What is forgotten is not found at worst: routers are told anew, of less.
             defects.record("kv_events", error, "routers the knowledge of cached blocks")
             self.shards = [set() for _ in range(NUM_SHARDS)]

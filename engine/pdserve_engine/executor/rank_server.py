@@ -71,7 +71,7 @@ def _ends_process(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever it is: the engine waits for this process's answers
         logger.exception("a defect of %s costs this engine", what)
         os._exit(EXIT_LOST)
 

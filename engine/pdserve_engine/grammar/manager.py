@@ -246,7 +246,7 @@ class StructuredOutputManager:
                 return turn()
             except PdserveError:
                 raise
-            except BaseException as error:
+            except BaseException as error:  # of a library, in Rust or C++: it costs who asked
                 defects.record("grammar", error, "one request")
                 row.error = RequestFailedError(f"structured_outputs have failed: {error!r}")
                 raise row.error from error

@@ -405,7 +405,7 @@ def _defect_is_refused(lora_name: str, what: str) -> Iterator[None]:
         yield
     except (PdserveError, LoraError):
         raise
-    except BaseException as error:
+    except BaseException as error:  # of a file's reader, in Rust too: the verb fails, no more
         defects.record("adapters", error, f"adapter {lora_name!r}")
         raise LoraError(
             f"adapter {lora_name!r} cannot be {what}: {type(error).__name__}, see the worker's log"
