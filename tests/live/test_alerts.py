@@ -28,6 +28,8 @@ QUIET_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 60.0
 # Longer than a session lives, and shorter than a worker lets its transfers hang (10 s).
 HELD_S = 8.0
+# Of that.
+STOPPED_S = 6.0
 # For so long it is looked who waits for what.
 STEADY_S = 10
 # Whatever else breaks.
@@ -151,10 +153,19 @@ def faulty_reads(
 
 @contextlib.contextmanager
 def held_reads(world: World) -> Iterator[None]:
-    """Decode workers that do not fetch what prefill holds for them."""
+    """Decode workers that do not fetch what prefill holds for them. They stop meanwhile: they would
+    give the sessions up when prefill does, and whoever is first says why they ended.
+    """
     with world.load(clients=4, prompt_tokens=(50, 100)):
         for name in DECODE:
             world.cluster.controls(name).arm("chunk", hold=True, hold_s=HELD_S)
+        for name in DECODE:
+            world.cluster.controls(name).wait_reached("chunk", timeout_s=30.0)
+        for name in DECODE:
+            world.cluster.stop(name)
+        time.sleep(STOPPED_S)
+        for name in DECODE:
+            world.cluster.cont(name)
         yield
 
 

@@ -111,9 +111,9 @@ def make_world(model: Path, folder: Path) -> Iterator[World]:
         model=model,
         log_dir=folder,
         flags={"num-blocks": 400, "kv-checksums": True, "kv-offload-host-bytes": 2**28},
-        # Sooner than a decode worker that hangs gives up (5 s), and later than one that is
-        # full has room again.
-        prefill_flags={"kv-session-timeout-s": 4.5},
+        # With the second at which it looks next still sooner than it misses a decode worker that
+        # has stopped (5 s).
+        prefill_flags={"kv-session-timeout-s": 3.5},
         # So few that short requests can take all, and that long ones fill the KV blocks before.
         decode_flags={"max-num-seqs": 24},
         # No queue is so long but where a test wants that.
