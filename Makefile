@@ -69,7 +69,7 @@ up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 test: $(DEV_INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus; what pytest prints goes to .tests
 	@$(RUN_TESTS)
 
-test-fast: $(DEV_INSTALLED) ## Run the tests that take a second or less each
+test-fast: $(DEV_INSTALLED) ## Run the files of tests that take five seconds or less each
 	@$(RUN_TESTS) --fast
 
 test-flaky: $(DEV_INSTALLED) ## Run all N=3 times in random order beside busy cores, and list what failed in any

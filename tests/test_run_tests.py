@@ -75,7 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     marks = "\n".join(
-        f"    {each}" for each in ("slow", "soak", "images", "clients", "live", "interpreted")
+        f"    {each}" for each in ("soak", "images", "clients", "live", "interpreted")
     )
     (tmp_path / "pytest.ini").write_text(
         f"[pytest]\naddopts = --import-mode=importlib {LEFT_OUT}\nmarkers =\n{marks}\n"
@@ -154,6 +154,16 @@ def test_what_fails_in_one_of_several_runs_is_listed(run: Run, capsys) -> None:
     assert run({"a/test_a.py": ONCE, "a/test_b.py": PASSES}, "--flaky", "2") == 1
     out = capsys.readouterr().out
     assert out.endswith("Failed at least once in 2 runs: 1\n   1  a/test_a.py::test_it\n")
+
+
+def test_files_that_were_recorded_to_take_long_are_not_fast(
+    run: Run, tmp_path: Path, capsys
+) -> None:
+    durations = {"a/test_a.py": 6.0, "a/test_b.py": 4.0}
+    recorded = {path: {"seconds": s, "count": 1, "tests": {}} for path, s in durations.items()}
+    (tmp_path / "durations.json").write_text(json.dumps(recorded))
+    assert run({"a/test_a.py": FAILS, "a/test_b.py": PASSES, "a/test_c.py": PASSES}, "--fast") == 0
+    assert "2 passed, 0 failed" in capsys.readouterr().out
 
 
 def test_durations_are_recorded_and_what_takes_much_longer_is_listed_and_passes(

@@ -28,6 +28,8 @@ FLAKY = ROOT / "tests" / "flaky.txt"
 MAX_RETRIED = 3
 # A test that hangs ends its process, which prints where its threads are. So long takes none.
 HANG_S = 1800
+# --fast leaves out the files that take longer in all.
+FAST_FILE_S = 5.0
 # Tests below this are recorded with their file only, and never listed as slower than recorded.
 RECORDED_S = 1.0
 MAX_GROWTH = 2.0
@@ -119,6 +121,10 @@ class Recorded:
         file = self._files.get(path)
         return None if file is None else file.get("tests", {}).get(test, RECORDED_S)
 
+    def slow_files(self) -> list[str]:
+        """Return the files that --fast leaves out."""
+        return [path for path, file in self._files.items() if file["seconds"] > FAST_FILE_S]
+
     def write(self, results: Sequence[Result]) -> None:
         """Record what ran anew, and keep what did not."""
         files: dict[str, dict[str, object]] = {}
@@ -178,11 +184,10 @@ def clock(seconds: float) -> str:
 
 def pytest_command(part: Part, options: argparse.Namespace, log: Path) -> list[str]:
     marks = f"({part.marks}) and {NOT_HERE}"
-    if options.fast:
-        marks += " and not slow"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--run-log={log}"]
     command += ["-o", "faulthandler_exit_on_timeout=true", "-o", f"faulthandler_timeout={HANG_S}"]
-    command += [f"--ignore={path}" for path in part.ignored]
+    slow = Recorded().slow_files() if options.fast else ()
+    command += [f"--ignore={path}" for path in (*part.ignored, *slow)]
     if part.num_processes:
         command += ["--forks", str(part.num_processes)]
     if options.shuffle is not None:
@@ -441,7 +446,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [part.name for part in (*PARTS, LIVE)]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(names)}")
-    parser.add_argument("--fast", action="store_true", help="leave out what is marked slow")
+    parser.add_argument(
+        "--fast", action="store_true", help=f"leave out files of more than {FAST_FILE_S:.0f} s"
+    )
     parser.add_argument("--live", action="store_true", help="with the tests of a real Prometheus")
     parser.add_argument(
         "--retry",
