@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions
@@ -49,9 +50,9 @@ DASHBOARDS = ("overview", "waterfall", "kv-transfer", "router")
 POOLS = ("prefill", "decode")
 SLOTS = 16
 NOTE = (
-    "{:.0f} minutes of one prefill and one decode worker with the bundled model on {} CPU cores: "
-    "calm, then long prompts, then more long answers than decode has places for. Drawn from "
-    "Prometheus' data, not by Grafana."
+    "{:%d %B %Y}. {:.0f} minutes of one prefill and one decode worker with the bundled model on "
+    "{} CPU cores: calm, then long prompts, then more long answers than decode has places for. "
+    "Drawn from Prometheus' data, not by Grafana."
 )
 
 
@@ -173,7 +174,9 @@ def chromium() -> Iterator[Chrome]:
 
 
 def take_dashboards(browser: Chrome, source: Source, html: Path) -> None:
-    note = NOTE.format(source.seconds / 60, len(os.sched_getaffinity(0)))
+    note = NOTE.format(
+        datetime.now(timezone.utc), source.seconds / 60, len(os.sched_getaffinity(0))
+    )
     chosen = [panel for name, titles in FRONT.items() for panel in panels_of(name, titles)]
     pages = {"dashboard": ("pdserve: panels of its dashboards", chosen, source)}
     for name in DASHBOARDS:
