@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from pdserve_kernels import cpu
-from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer, DenseMlp
 from pdserve_kernels.groups import NUM_SUMS
-from pdserve_kernels.lora import LoraLayer, LoraPart, LoraSegment
+from pdserve_kernels.lora import LoraPart, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 1024, 16, 8, 128, 3072, 28
@@ -37,16 +37,20 @@ def ones(size: int) -> torch.Tensor:
 def make_layer(index: int) -> DecoderLayer:
     return DecoderLayer(
         input_norm=ones(HIDDEN),
-        qkv=cpu.pack_linear(weight(sum(QKV), HIDDEN)),
-        q_norm=ones(HEAD_DIM),
-        k_norm=ones(HEAD_DIM),
-        attention_output=cpu.pack_linear(weight(HIDDEN, HEADS * HEAD_DIM), num_sums=NUM_SUMS),
+        attention=Attention(
+            qkv=cpu.pack_linear(weight(sum(QKV), HIDDEN)),
+            q_norm=ones(HEAD_DIM),
+            k_norm=ones(HEAD_DIM),
+            output=cpu.pack_linear(weight(HIDDEN, HEADS * HEAD_DIM), num_sums=NUM_SUMS),
+            group=0,
+            slot=index,
+            window=None,
+        ),
         post_attention_norm=ones(HIDDEN),
-        gate_up=cpu.pack_linear(weight(2 * INNER, HIDDEN), num_parts=2),
-        down=cpu.pack_linear(weight(HIDDEN, INNER), num_sums=NUM_SUMS),
-        group=0,
-        slot=index,
-        window=None,
+        mlp=DenseMlp(
+            gate_up=cpu.pack_linear(weight(2 * INNER, HIDDEN), num_parts=2),
+            down=cpu.pack_linear(weight(HIDDEN, INNER), num_sums=NUM_SUMS),
+        ),
     )
 
 
@@ -74,16 +78,15 @@ def parts(outputs: Sequence[int], inputs: int, rank: int) -> list[LoraPart]:
 
 def make_adapter(decoder: Decoder, rank: int) -> object:
     """One on all linears."""
+    of_linear = {
+        "qkv": parts(QKV, HIDDEN, rank),
+        "attention_output": parts([HIDDEN], HEADS * HEAD_DIM, rank),
+        "gate_up": parts([INNER, INNER], HIDDEN, rank),
+        "down": parts([HIDDEN], INNER, rank),
+    }
     return cpu.pack_adapter(
         [
-            LoraLayer(
-                qkv=cpu.pack_lora(parts(QKV, HIDDEN, rank), layer.qkv),
-                attention_output=cpu.pack_lora(
-                    parts([HIDDEN], HEADS * HEAD_DIM, rank), layer.attention_output
-                ),
-                gate_up=cpu.pack_lora(parts([INNER, INNER], HIDDEN, rank), layer.gate_up),
-                down=cpu.pack_lora(parts([HIDDEN], INNER, rank), layer.down),
-            )
+            {name: cpu.pack_lora(of_linear[name], packed) for name, packed in layer.linears.items()}
             for layer in decoder.layers
         ]
     )

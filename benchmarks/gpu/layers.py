@@ -10,7 +10,7 @@ from gpu.cases import Case, record_case
 from gpu.shapes import BLOCK_SIZE, WEIGHT_STD, Shape
 
 from pdserve_kernels import select
-from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer, DenseMlp
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
 
 EPS = 1e-5
@@ -86,7 +86,7 @@ def _heads(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
 
         qkv = bench.normal(rows, (shape.num_attention_heads + 2 * kv_heads) * head_dim)
         decoder = _decoder(bench, shape, cos_sin)
-        arguments = (qkv, decoder, decoder.layers[0], positions, kv_cache, slots)
+        arguments = (qkv, decoder, decoder.layers[0].attention, positions, kv_cache, slots)
         yield Case("prepare_heads", functools.partial(prepare_heads, *arguments), 2 * qkv.nbytes)
 
 
@@ -95,13 +95,11 @@ def _decoder(bench: Bench, shape: Shape, cos_sin: torch.Tensor) -> Decoder:
     norm = torch.ones(shape.head_dim, dtype=torch.bfloat16, device=bench.device)
     layer = DecoderLayer(
         input_norm=norm,
-        q_norm=norm,
-        k_norm=norm,
+        attention=Attention(
+            qkv=None, q_norm=norm, k_norm=norm, output=None, group=0, slot=1, window=None
+        ),
         post_attention_norm=norm,
-        group=0,
-        slot=1,
-        window=None,
-        **dict.fromkeys(("qkv", "attention_output", "gate_up", "down")),
+        mlp=DenseMlp(gate_up=None, down=None),
     )
     return Decoder(
         layers=(layer,),

@@ -1,6 +1,6 @@
 """What LoRA adapters add to the linears of a decoder (Hu et al. 2021, arXiv:2106.09685)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,12 @@ class LoraPart(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraLayer:
-    """An adapter's part in a layer: for each linear what `pack_lora` made of it, or None."""
+# The linears of a layer that adapters may change, in the order in which tables have them.
+LINEARS = ("qkv", "attention_output", "gate_up", "down")
 
-    qkv: Any
-    attention_output: Any
-    gate_up: Any
-    down: Any
+# An adapter's part in a layer: by the names of linears what `pack_lora` made. Of linears that it
+# leaves alone, or that the layer does not have, there is none, or None.
+LoraLayer = Mapping[str, Any]
 
 
 class LoraSegment(NamedTuple):

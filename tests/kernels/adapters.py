@@ -3,7 +3,7 @@
 import torch
 from decoder_models import Model
 
-from pdserve_kernels.lora import LoraLayer, LoraPart, LoraSegment
+from pdserve_kernels.lora import LoraPart, LoraSegment
 
 
 def make_parts(sizes, in_features, rank, dtype, *, seed=0):
@@ -38,12 +38,8 @@ def make_adapter(kernels, model: Model, rank: int, dtype=torch.bfloat16):
                 model, [(shape.hidden, True)], shape.intermediate, rank, dtype, seed
             ),
         }
-        packed = {
-            name: None if weight is None else kernels.pack_lora(each, weight)
-            for name, each in parts.items()
-            for weight in [getattr(layer, name)]
-        }
-        layers.append(LoraLayer(**packed))
+        linears = layer.linears.items()
+        layers.append({name: kernels.pack_lora(parts[name], weight) for name, weight in linears})
     return kernels.pack_adapter(layers)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pdserve_kernels import cpu
-from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer, DenseMlp, MoeMlp
 from pdserve_kernels.groups import NUM_SUMS
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
@@ -78,19 +78,24 @@ class Model:
         has_experts = shape.num_experts > 0 and layer == len(shape.windows) - 1
         return DecoderLayer(
             input_norm=self._norm(shape.hidden),
-            qkv=self._cut_by_outputs((heads, kv_heads, kv_heads), shape.hidden),
-            q_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
-            k_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
-            attention_output=self._cut_by_inputs(shape.hidden, heads),
+            attention=Attention(
+                qkv=self._cut_by_outputs((heads, kv_heads, kv_heads), shape.hidden),
+                q_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
+                k_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
+                output=self._cut_by_inputs(shape.hidden, heads),
+                group=0 if window is None else 1,
+                slot=shape.windows[:layer].count(window),
+                window=window,
+            ),
             post_attention_norm=self._norm(shape.hidden),
-            gate_up=None
-            if has_experts
-            else self._cut_by_outputs((shape.intermediate,) * 2, shape.hidden, num_parts=2),
-            down=None if has_experts else self._cut_by_inputs(shape.hidden, shape.intermediate),
-            moe=self._experts() if has_experts else None,
-            group=0 if window is None else 1,
-            slot=shape.windows[:layer].count(window),
-            window=window,
+            mlp=MoeMlp(experts=self._experts()) if has_experts else self._mlp(),
+        )
+
+    def _mlp(self) -> DenseMlp:
+        hidden, size = self.shape.hidden, self.shape.intermediate
+        return DenseMlp(
+            gate_up=self._cut_by_outputs((size, size), hidden, num_parts=2),
+            down=self._cut_by_inputs(hidden, size),
         )
 
     def _experts(self):

@@ -9,7 +9,7 @@ from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.cpu.decoder import FUNCTIONS
-from pdserve_kernels.decoder import run_layer_by_layer
+from pdserve_kernels.layer_functions import run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
 pytestmark = pytest.mark.usefixtures("each_isa")

@@ -34,11 +34,12 @@ from pdserve_kernels.cpu.lora import (
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.cpu.moe import MoeWeight, fused_moe
 from pdserve_kernels.cpu.shared_group import SharedGroup
-from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
+from pdserve_kernels.decoder import Decoder, DecoderLayer, DenseMlp, Mlp, MoeMlp
+from pdserve_kernels.layer_functions import PlainFunctions, run_layer_by_layer
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
-FUNCTIONS = LayerFunctions(
+FUNCTIONS = PlainFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
@@ -77,25 +78,27 @@ class _Layer(ctypes.Structure):
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> "_Layer":
+        attention = layer.attention
         return cls(
             layer.input_norm.data_ptr(),
-            PackedLinear.of(layer.qkv),
-            address(layer.q_norm),
-            address(layer.k_norm),
-            PackedLinear.of(layer.attention_output),
+            PackedLinear.of(attention.qkv),
+            address(attention.q_norm),
+            address(attention.k_norm),
+            PackedLinear.of(attention.output),
             layer.post_attention_norm.data_ptr(),
-            *_mlp(layer),
-            layer.group,
-            layer.slot,
-            layer.window or 0,
+            *_fields_of_mlp(layer.mlp),
+            attention.group,
+            attention.slot,
+            attention.window or 0,
         )
 
 
-def _mlp(layer: DecoderLayer) -> tuple[PackedLinear, PackedLinear, int | None]:
+def _fields_of_mlp(mlp: Mlp) -> tuple[PackedLinear, PackedLinear, int | None]:
     """Return gate_up, down and the experts, of which a layer has either."""
-    if layer.moe is not None:
-        return PackedLinear(), PackedLinear(), layer.moe.address
-    return PackedLinear.of(layer.gate_up), PackedLinear.of(layer.down), None
+    if isinstance(mlp, MoeMlp):
+        return PackedLinear(), PackedLinear(), mlp.experts.address
+    assert isinstance(mlp, DenseMlp)
+    return PackedLinear.of(mlp.gate_up), PackedLinear.of(mlp.down), None
 
 
 class _Decoder(ctypes.Structure):
@@ -118,13 +121,14 @@ class _Decoder(ctypes.Structure):
     @classmethod
     def of(cls, decoder: Decoder) -> "_Decoder":
         group = decoder.group
+        mlps = [layer.mlp for layer in decoder.layers]
         layers = (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
         return cls(
             layers,
             len(layers),
             address(decoder.final_norm),
             len(decoder.layers[0].input_norm),
-            next((layer.down.in_features for layer in decoder.layers if layer.moe is None), 0),
+            next((mlp.down.in_features for mlp in mlps if isinstance(mlp, DenseMlp)), 0),
             decoder.num_heads,
             decoder.rms_norm_eps,
             decoder.scale,
@@ -227,16 +231,15 @@ def _is_fusible(decoder: Decoder) -> bool:
         return False
     if not _fits_slots(decoder):
         return False
-    linears = (
-        weight
-        for layer in decoder.layers
-        for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-        if weight is not None
-    )
-    experts = [layer.moe for layer in decoder.layers if layer.moe is not None]
+    linears = (weight for layer in decoder.layers for weight in layer.linears.values())
+    mlps = [layer.mlp for layer in decoder.layers]
+    experts = [mlp.experts for mlp in mlps if isinstance(mlp, MoeMlp)]
     angles = decoder.cos_sin_cache
     return (
-        all(isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears)
+        all(isinstance(mlp, DenseMlp | MoeMlp) for mlp in mlps)
+        and all(
+            isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears
+        )
         and all(isinstance(weight, MoeWeight) for weight in experts)
         and len({weight.shape for weight in experts if isinstance(weight, MoeWeight)}) <= 1
         and all(norm.dtype == torch.bfloat16 and norm.is_contiguous() for norm in _norms(decoder))
@@ -258,7 +261,8 @@ def _norms(decoder: Decoder) -> Iterable[torch.Tensor]:
         yield decoder.final_norm
     for layer in decoder.layers:
         yield from (layer.input_norm, layer.post_attention_norm)
-        yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+        of_heads = (layer.attention.q_norm, layer.attention.k_norm)
+        yield from (norm for norm in of_heads if norm is not None)
 
 
 def _check(
@@ -269,7 +273,7 @@ def _check(
     metadata: Sequence[AttentionMetadata],
 ) -> None:
     """Raise ValueError for what would have the C++ read or write elsewhere."""
-    num_groups = 1 + max(layer.group for layer in decoder.layers)
+    num_groups = 1 + max(layer.attention.group for layer in decoder.layers)
     if len(metadata) != num_groups:
         raise ValueError(f"metadata is of {len(metadata)} KV groups, the decoder has {num_groups}")
     num_tokens = len(hidden_states)
@@ -289,7 +293,7 @@ def _check(
         raise ValueError(f"hidden_states is {hidden_states.dtype}, must be bfloat16")
     check_indices("positions", positions, end=len(decoder.cos_sin_cache))
     num_slots = kv_cache.shape[2]
-    if (highest := max(layer.slot for layer in decoder.layers)) >= num_slots:
+    if (highest := max(layer.attention.slot for layer in decoder.layers)) >= num_slots:
         raise ValueError(f"a layer is in slot {highest}, blocks have {num_slots}")
     for group in metadata:
         _check_group(decoder, group, kv_cache)

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from pdserve_kernels.cpu.linear import (
 )
 from pdserve_kernels.cpu.linear_int import PANEL
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
-from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
+from pdserve_kernels.lora import LINEARS, LoraLayer, LoraPart, LoraRows, LoraSegment
 from pdserve_kernels.reference import lora as reference_lora
 
 PAIRS = 32  # inputs that are multiplied at a time, two a lane
@@ -47,17 +47,11 @@ class _Weight(ctypes.Structure):
 class _Layer(ctypes.Structure):
     """`LoraLayer` of csrc/lora.h."""
 
-    _fields_ = (
-        ("qkv", _Weight),
-        ("attention_output", _Weight),
-        ("gate_up", _Weight),
-        ("down", _Weight),
-    )
+    _fields_ = tuple((name, _Weight) for name in LINEARS)
 
     @classmethod
     def of(cls, layer: LoraLayer) -> "_Layer":
-        parts = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-        return cls(*map(_Weight.of, parts))
+        return cls(*(_Weight.of(layer.get(name)) for name in LINEARS))
 
 
 class Segment(ctypes.Structure):
@@ -135,7 +129,7 @@ def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> Any:
 
 def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
     """See the reference's contract."""
-    weights = [weight for layer in layers for weight in _weights_of(layer)]
+    weights = [weight for layer in layers for _, weight in _weights_of(layer)]
     if not all(isinstance(weight, LoraWeight) for weight in weights):
         return PackedAdapter(tuple(layers), None, 0)
     # In one piece, in the order in which steps read it: each alone is too small for huge pages.
@@ -144,20 +138,13 @@ def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
     moved = iter(
         [weight.moved(memory[start:]) for weight, start in zip(weights, starts, strict=False)]
     )
-    layers = [
-        LoraLayer(**{name: weight and next(moved) for name, weight in _named(layer)})
-        for layer in layers
-    ]
+    layers = [{name: next(moved) for name, _ in _weights_of(layer)} for layer in layers]
     native = (_Layer * len(layers))(*map(_Layer.of, layers))
     return PackedAdapter(tuple(layers), native, max((len(w.a) for w in weights), default=0))
 
 
-def _named(layer: LoraLayer) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(layer, field.name)) for field in fields(layer)]
-
-
-def _weights_of(layer: LoraLayer) -> Iterator[Any]:
-    return (weight for _, weight in _named(layer) if weight is not None)
+def _weights_of(layer: LoraLayer) -> Iterator[tuple[str, Any]]:
+    return ((name, weight) for name in LINEARS if (weight := layer.get(name)) is not None)
 
 
 def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, LayerFunctions, run_layer_by_layer
+from pdserve_kernels.decoder import Decoder
+from pdserve_kernels.layer_functions import PlainFunctions, run_layer_by_layer
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.attention import paged_attention
@@ -19,7 +20,7 @@ from pdserve_kernels.reference.linear import linear, linear_silu_mul, linear_sum
 from pdserve_kernels.reference.lora import expand_lora, linear_lora, shrink_lora
 from pdserve_kernels.reference.moe import fused_moe
 
-FUNCTIONS = LayerFunctions(
+FUNCTIONS = PlainFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
@@ -54,8 +55,7 @@ def run_decoder(
     hidden_states [num_tokens, hidden_size] are the embedded tokens, positions int64 [num_tokens];
     kv_cache is [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim] with tiles in the
     set's format; metadata has one entry per KV group; lora has the rows with adapters, in ascending
-    order. Layers are pre-norm with a gated MLP, or experts, as
-    Llama's (Touvron et al. 2023, arXiv:2302.13971): x += attention(norm(x)); x += mlp(norm(x)).
+    order. Layers are pre-norm as Llama's are (Touvron et al. 2023, arXiv:2302.13971).
     Returns a new tensor of hidden_states' shape and dtype; the functions of the set say what else
     they demand. The ranks of a group all call it, with equal hidden_states and positions, and get
     equal states; RuntimeError if one does not come.

@@ -2,58 +2,69 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, DecoderLayer, norms_after
+from pdserve_kernels.decoder import Attention, Decoder, run_layers
 from pdserve_kernels.groups import Group
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.triton import layers, moe
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
-from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm, silu_and_mul
 from pdserve_kernels.triton.linear import linear, linear_of_ranks
 from pdserve_kernels.triton.lora import LinearLora
-from pdserve_kernels.triton.moe import fused_moe
 from pdserve_kernels.triton.step_lora import StepLora
 
 
-class DecoderFunctions(NamedTuple):
-    """What is not the same in all sets of Triton's."""
+@dataclass(frozen=True, slots=True)
+class DecoderFunctions:
+    """`decoder.LayerFunctions` of Triton's sets, with what is not the same in all of them."""
 
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
-    # Of what each rank has a part of the inputs, with what adapters add to it.
     linear_of_ranks: Callable[[torch.Tensor, Any, Group, LinearLora | None], torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
 
+    silu_and_mul = staticmethod(layers.silu_and_mul)
+    rms_norm = staticmethod(layers.rms_norm)
+    fused_moe = staticmethod(moe.fused_moe)
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    """The linears of a layer, in which some rows may have adapters."""
-
-    functions: DecoderFunctions
-    layer: DecoderLayer
-    group: Group | None
-    lora: StepLora | None
-    index: int
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        out = self.functions.linear(x, getattr(self.layer, name))
-        if self.lora is not None:
-            self.lora.of_linear(self.index, name).add(out, x)
+    def linear_adapted(self, x: torch.Tensor, packed: Any, adapted: LinearLora) -> torch.Tensor:
+        out = self.linear(x, packed)
+        adapted.add(out, x)
         return out
 
-    def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return self.linear(name, x)
-        lora = None if self.lora is None else self.lora.of_linear(self.index, name)
-        return self.functions.linear_of_ranks(x, getattr(self.layer, name), self.group, lora)
+    def linear_silu_mul(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+        return layers.silu_and_mul(self.linear(x, packed))
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        if self.layer.moe is not None:
-            return fused_moe(x, self.layer.moe)
-        return self.linear_of_ranks("down", silu_and_mul(self.linear("gate_up", x)))
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `decoder.LayerFunctions`. The sum is in residual's memory."""
+        return layers.add_rms_norm_(x, residual, weight, eps), residual
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        decoder: Decoder,
+        attention: Attention,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """See `decoder.LayerFunctions`."""
+        slots = metadata.slot_mapping
+        query = prepare_heads(qkv, decoder, attention, positions, kv_cache, slots)
+        return self.paged_attention(
+            query,
+            kv_cache,
+            attention.slot,
+            metadata,
+            decoder.scale,
+            window=attention.window,
+            scales=attention.kv_scales,
+        )
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -78,50 +89,14 @@ def make_run_decoder(functions: DecoderFunctions) -> RunDecoder:
         """See the reference's contract. Who has which adapter by a StepLora a CUDA graph does not
         record.
         """
-        return _run(functions, hidden_states, packed, positions, kv_cache, metadata, lora)
+        if isinstance(lora, StepLora):
+            adapters: StepLora | None = lora
+        else:
+            adapters = StepLora.of_segments(lora, hidden_states.device)
+        states = hidden_states.clone()  # changed by every layer
+        return run_layers(functions, packed, states, positions, kv_cache, metadata, adapters)
 
     return run_decoder
 
 
 run_decoder = make_run_decoder(DecoderFunctions(linear, linear_of_ranks, paged_attention))
-
-
-def _run(
-    functions: DecoderFunctions,
-    hidden_states: torch.Tensor,
-    packed: Decoder,
-    positions: torch.Tensor,
-    kv_cache: torch.Tensor,
-    metadata: Sequence[AttentionMetadata],
-    lora: Sequence[LoraSegment] | StepLora,
-) -> torch.Tensor:
-    if isinstance(lora, StepLora):
-        step_lora: StepLora | None = lora
-    else:
-        step_lora = StepLora.of_segments(lora, hidden_states.device)
-    eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
-    residual = hidden_states.clone()  # changed by every layer
-    x = rms_norm(residual, packed.layers[0].input_norm, eps)
-    for index, (layer, next_norm) in enumerate(
-        zip(packed.layers, norms_after(packed), strict=True)
-    ):
-        step = metadata[layer.group]
-        products = _Products(functions, layer, packed.group, step_lora, index)
-        qkv = products.linear("qkv", x)
-        query = prepare_heads(qkv, packed, layer, positions, kv_cache, step.slot_mapping)
-        attended = functions.paged_attention(
-            query,
-            kv_cache,
-            layer.slot,
-            step,
-            packed.scale,
-            window=layer.window,
-            scales=layer.kv_scales,
-        )
-        x = products.linear_of_ranks("attention_output", attended.view(num_tokens, -1))
-        x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
-        x = products.mlp(x)
-        if next_norm is None:
-            return residual + x
-        x = add_rms_norm_(x, residual, next_norm, eps)
-    return x

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.decoder import Attention, Decoder
 from pdserve_kernels.fp8 import FP8
 from pdserve_kernels.kv_scales import check_kv_dtype
 from pdserve_kernels.triton.cache import to_fp8
@@ -19,7 +19,7 @@ BLOCK_HEADS = 8
 def prepare_heads(
     qkv: torch.Tensor,
     decoder: Decoder,
-    layer: DecoderLayer,
+    attention: Attention,
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -30,26 +30,26 @@ def prepare_heads(
     The arithmetic is that of rms_norm, rotary_embedding and reshape_and_cache, rounding included.
     positions and slot_mapping are int64 [T]; a slot of -1 is not written.
     """
-    check_kv_dtype(kv_cache, qkv.dtype, layer.kv_scales)
+    check_kv_dtype(kv_cache, qkv.dtype, attention.kv_scales)
     num_tokens, head_dim = qkv.shape[0], decoder.head_dim
     num_heads, num_kv_heads = decoder.num_heads, decoder.num_kv_heads
     half = decoder.cos_sin_cache.shape[1] // 2
-    has_norm = layer.q_norm is not None
+    has_norm = attention.q_norm is not None
     heads_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, BLOCK_HEADS))](
         qkv,
-        layer.q_norm if has_norm else qkv,
-        layer.k_norm if has_norm else qkv,
+        attention.q_norm if has_norm else qkv,
+        attention.k_norm if has_norm else qkv,
         positions,
         decoder.cos_sin_cache,
         kv_cache,
         slot_mapping,
-        layer.slot,
+        attention.slot,
         decoder.rms_norm_eps,
         qkv.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
-        1.0 / layer.kv_scales.key,
-        1.0 / layer.kv_scales.value,
+        1.0 / attention.kv_scales.key,
+        1.0 / attention.kv_scales.value,
         IS_FP8=kv_cache.dtype == FP8,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,

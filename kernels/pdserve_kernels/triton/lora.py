@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.groups import NUM_SUMS
-from pdserve_kernels.lora import LoraLayer, LoraPart
+from pdserve_kernels.lora import LINEARS, LoraLayer, LoraPart
 
 # Rows of a tile, and the ranks that a program multiplies at a time.
 TILE_ROWS = 16
@@ -25,9 +25,7 @@ BLOCK_K = 128
 # Outputs of a program.
 BLOCK_OUT = 128
 
-# A layer's linears, in the order of the table, and what it has of each: the addresses of A, B and
-# the scales, and the number of ranks.
-LINEARS = ("qkv", "attention_output", "gate_up", "down")
+# What a table has of each linear: the addresses of A, B and the scales, and the number of ranks.
 NUM_FIELDS = 4
 # Kernels are not compiled anew for these.
 OF_A_STEP = ("num_rows", "max_ranks")
@@ -140,7 +138,7 @@ def pack_lora(parts: Sequence[LoraPart], packed: Any) -> LoraWeight | None:
 
 def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
     """See the reference's contract."""
-    weights = [[getattr(layer, name) for name in LINEARS] for layer in layers]
+    weights = [[layer.get(name) for name in LINEARS] for layer in layers]
     found = [weight for of_layer in weights for weight in of_layer if weight is not None]
     table = torch.tensor(
         [[_fields(weight) for weight in of_layer] for of_layer in weights], dtype=torch.int64

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_kernels.lora import LoraRows, LoraSegment
+from pdserve_kernels.lora import LINEARS, LoraRows, LoraSegment
 from pdserve_kernels.triton.lora import (
     BLOCK_RANKS,
-    LINEARS,
     NUM_FIELDS,
     TILE_ROWS,
     LinearLora,
