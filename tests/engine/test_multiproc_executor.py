@@ -45,7 +45,7 @@ def model(make_served_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedEngine]:
-    """Two ranks, with a KV transport each. The last test that has them kills one."""
+    """Two ranks, with a KV transport each."""
     profiles = tmp_path_factory.mktemp("profiles")
     engine = load(model, tensor_parallel_size=2, kv_connector="nixl", profile_dir=str(profiles))
     ranks = [psutil.Process(pid) for pid in executor_of(engine).pids]
@@ -113,13 +113,17 @@ def test_a_step_that_fails_everywhere_is_its_requests_fault(engine: LoadedEngine
     assert tokens_of(engine, "b", ignore_eos=True) == expected
 
 
-def test_a_rank_that_is_killed_ends_the_engine(engine: LoadedEngine) -> None:
-    executor = executor_of(engine)
-    os.kill(executor.pids[1], signal.SIGKILL)
-    wait_until(lambda: executor.failure() is not None)
-    assert executor.failure() == "rank 1 is gone: it was ended by SIGKILL"
-    with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        tokens_of(engine, "a")
+def test_a_rank_that_is_killed_ends_the_engine(model: Path) -> None:
+    engine = load(model, tensor_parallel_size=2)
+    try:
+        executor = executor_of(engine)
+        os.kill(executor.pids[1], signal.SIGKILL)
+        wait_until(lambda: executor.failure() is not None)
+        assert executor.failure() == "rank 1 is gone: it was ended by SIGKILL"
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            tokens_of(engine, "a")
+    finally:
+        engine.close()
 
 
 def test_ranks_end_at_once_whatever_an_interpreter_would_do_at_its_end(
