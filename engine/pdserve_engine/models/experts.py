@@ -1,12 +1,8 @@
 """The experts of a model's layers: what `config.json` says of them, and what they are called."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-# What transformers 5 calls them in memory, all experts in one tensor; some tools store that.
-FUSED_MODULE = "mlp."
-FUSED_GATE_UP, FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 class ExpertNames(NamedTuple):
@@ -30,48 +26,6 @@ class ExpertsConfig:
     # The layers that have them, ascending.
     layers: tuple[int, ...]
     names: ExpertNames
-
-
-class ExpertWeights(NamedTuple):
-    """Where a checkpoint has the weights of a layer's experts, below the layer's prefix."""
-
-    config: ExpertsConfig
-    hidden_size: int
-    is_fused: bool
-
-    @classmethod
-    def of(
-        cls, config: ExpertsConfig, hidden_size: int, prefix: str, names: Collection[str]
-    ) -> "ExpertWeights":
-        """Of a checkpoint that has these names, and a layer's prefix."""
-        return cls(config, hidden_size, prefix + FUSED_GATE_UP in names)
-
-    @property
-    def router(self) -> str:
-        module = FUSED_MODULE if self.is_fused else self.config.names.module
-        return f"{module}gate.weight"
-
-    def gate_up(self, expert: int) -> tuple[str, str]:
-        stem, names = self._stem(expert), self.config.names
-        return f"{stem}{names.gate}.weight", f"{stem}{names.up}.weight"
-
-    def down(self, expert: int) -> str:
-        return f"{self._stem(expert)}{self.config.names.down}.weight"
-
-    def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        count, size = self.config.num_experts, self.config.intermediate_size
-        yield prefix + self.router, (count, self.hidden_size)
-        if self.is_fused:
-            yield prefix + FUSED_GATE_UP, (count, 2 * size, self.hidden_size)
-            yield prefix + FUSED_DOWN, (count, self.hidden_size, size)
-            return
-        for expert in range(count):
-            for name in self.gate_up(expert):
-                yield prefix + name, (size, self.hidden_size)
-            yield prefix + self.down(expert), (self.hidden_size, size)
-
-    def _stem(self, expert: int) -> str:
-        return f"{self.config.names.module}experts.{expert}."
 
 
 def read_mixtral_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:

@@ -15,20 +15,24 @@ from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig, ModelError, PoolerConfig
-from pdserve_engine.models.experts import FUSED_DOWN, FUSED_GATE_UP, ExpertWeights
+from pdserve_engine.models.layer_reader import LayerReader
 from pdserve_engine.models.llama_weights import (
     EMBEDDING,
     FINAL_NORM,
+    INPUT_NORM,
+    K_NORM,
     LM_HEAD,
+    POST_ATTENTION_NORM,
+    Q_NORM,
     SCORE,
-    LayerSpec,
-    Projection,
+    LayerWeights,
     kv_scale_names,
     layer_prefix,
     lora_targets,
     weight_shapes,
 )
 from pdserve_engine.models.loader import Checkpoint, WeightPart
+from pdserve_engine.models.projection import Projection
 from pdserve_engine.models.quantization import Fp8Quantization
 from pdserve_engine.models.quantized_weights import (
     check_unused_biases,
@@ -39,7 +43,7 @@ from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_kernels import KernelSet, name_of, select
-from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer
 from pdserve_kernels.groups import Group
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraLayer, LoraPart
@@ -97,6 +101,13 @@ class LlamaModel:
         self.vocabulary = self._shard.vocabulary(config.vocab_size)
         self._checkpoint = checkpoint
         self._kernels = select(device)
+        self._reader = LayerReader(
+            checkpoint=checkpoint,
+            kernels=self._kernels,
+            quantization=config.quantization,
+            dtype=config.dtype,
+            device=device,
+        )
         _warn_if_quantization_saves_nothing(config, self._kernels)
         if config.has_fp8_kv and kv_scale_names(0)[0] not in checkpoint.names:
             logger.warning("the checkpoint has no k_scale and v_scale: KV in FP8 is not scaled")
@@ -175,7 +186,7 @@ class LlamaModel:
         num_numbers = sum(
             len(projection.parts) * max_rank * (projection.num_inputs + projection.num_outputs)
             for layer in self.stage.layers(self.config.num_layers)
-            for projection in LayerSpec.of(self.config, layer, self._shard).projections
+            for projection in self._weights_of(layer).projections.values()
         )
         return num_numbers * self.config.dtype.itemsize
 
@@ -189,17 +200,13 @@ class LlamaModel:
     def _pack_adapter_layer(
         self, adapter: LoraAdapter, index: int, layer: DecoderLayer
     ) -> LoraLayer:
-        spec = LayerSpec.of(self.config, index, self._shard)
+        return {
+            name: self._pack_lora(adapter, index, projection, layer.linears[name])
+            for name, projection in self._weights_of(index).projections.items()
+        }
 
-        def pack(projection: Projection | None, packed: Any) -> Any:
-            return projection and self._pack_lora(adapter, index, projection, packed)
-
-        return LoraLayer(
-            qkv=pack(spec.qkv, layer.qkv),
-            attention_output=pack(spec.attention_output, layer.attention_output),
-            gate_up=pack(spec.gate_up, layer.gate_up),
-            down=pack(spec.down, layer.down),
-        )
+    def _weights_of(self, layer: int) -> LayerWeights:
+        return LayerWeights.of(self.config, layer, self._shard, self._checkpoint.names)
 
     def _pack_lora(
         self, adapter: LoraAdapter, layer: int, projection: Projection, packed: Any
@@ -214,7 +221,7 @@ class LlamaModel:
         return self._kernels.pack_lora(parts, packed)
 
     def _read(self, *weights: str | WeightPart) -> torch.Tensor:
-        return self._checkpoint.read(*weights, dtype=self.config.dtype, device=self.device)
+        return self._reader.tensor(*weights)
 
     def _read_embedding(self) -> torch.Tensor:
         if is_mapped(self.device):
@@ -256,24 +263,25 @@ class LlamaModel:
         )
 
     def _read_layer(self, layer: int, group: int, slot: int) -> DecoderLayer:
-        spec = LayerSpec.of(self.config, layer, self._shard, self._checkpoint.names)
-        prefix = layer_prefix(layer)
-        norms = {name: self._read(f"{prefix}{name}.weight") for name in spec.norms}
+        prefix, weights, reader = layer_prefix(layer), self._weights_of(layer), self._reader
         return DecoderLayer(
-            input_norm=norms["input_layernorm"],
-            qkv=self._pack(prefix, spec.qkv),
-            q_norm=norms.get("self_attn.q_norm"),
-            k_norm=norms.get("self_attn.k_norm"),
-            attention_output=self._pack(prefix, spec.attention_output),
-            post_attention_norm=norms["post_attention_layernorm"],
-            gate_up=spec.gate_up and self._pack(prefix, spec.gate_up, num_parts=2),
-            down=spec.down and self._pack(prefix, spec.down),
-            moe=spec.experts and self._pack_moe(prefix, spec.experts),
-            group=group,
-            slot=slot,
-            window=self.config.attention_windows[layer],
-            kv_scales=self._read_kv_scales(layer),
+            input_norm=self._read(f"{prefix}{INPUT_NORM}.weight"),
+            attention=Attention(
+                qkv=reader.linear(prefix, weights.attention.qkv),
+                q_norm=self._read_head_norm(prefix + Q_NORM),
+                k_norm=self._read_head_norm(prefix + K_NORM),
+                output=reader.linear(prefix, weights.attention.output),
+                group=group,
+                slot=slot,
+                window=self.config.attention_windows[layer],
+                kv_scales=self._read_kv_scales(layer),
+            ),
+            post_attention_norm=self._read(f"{prefix}{POST_ATTENTION_NORM}.weight"),
+            mlp=weights.mlp.read(reader, prefix),
         )
+
+    def _read_head_norm(self, name: str) -> torch.Tensor | None:
+        return self._read(f"{name}.weight") if self.config.has_qk_norm else None
 
     def _read_kv_scales(self, layer: int) -> KVScales:
         names = kv_scale_names(layer)
@@ -323,41 +331,6 @@ class LlamaModel:
             for token_id in pooler.classifier_token_ids
         )
         return (yes - no).to(self.config.dtype)
-
-    def _pack(self, prefix: str, projection: Projection, *, num_parts: int = 1) -> Any:
-        weight = read_projection(
-            self._checkpoint,
-            projection.weights(prefix),
-            self.config.quantization,
-            dtype=self.config.dtype,
-            device=self.device,
-        )
-        bias = self._read(*projection.biases(prefix)) if projection.has_bias else None
-        return self._kernels.pack_linear(
-            weight, bias, num_parts=num_parts, num_sums=projection.num_sums
-        )
-
-    def _pack_moe(self, prefix: str, weights: ExpertWeights) -> Any:
-        config = weights.config
-        return self._kernels.pack_moe(
-            self._read(prefix + weights.router),
-            (self._read_expert(prefix, weights, index) for index in range(config.num_experts)),
-            top_k=config.num_experts_per_tok,
-            renormalize=config.norm_topk_prob,
-        )
-
-    def _read_expert(
-        self, prefix: str, weights: ExpertWeights, expert: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return its gate and up, in one, and its down."""
-        if weights.is_fused:
-            own = slice(expert, expert + 1)
-            gate_up, down = (
-                self._read(WeightPart(prefix + name, own)) for name in (FUSED_GATE_UP, FUSED_DOWN)
-            )
-            return gate_up[0], down[0]
-        gate_up = self._read(*(prefix + name for name in weights.gate_up(expert)))
-        return gate_up, self._read(prefix + weights.down(expert))
 
 
 def is_mapped(device: torch.device) -> bool:

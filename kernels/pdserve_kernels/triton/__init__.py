@@ -5,60 +5,33 @@ same: nothing is tuned at run time, and launches say whether a multiplication an
 fused, as versions of Triton differ in that.
 """
 
+from pdserve_kernels.triton import shared
 from pdserve_kernels.triton.attention import paged_attention
-from pdserve_kernels.triton.cache import kv_tile_format, reshape_and_cache
-from pdserve_kernels.triton.decoder import pack_decoder, run_decoder
-from pdserve_kernels.triton.layers import (
-    fused_add_rms_norm,
-    rms_norm,
-    rotary_embedding,
-    silu_and_mul,
-)
+from pdserve_kernels.triton.decoder import run_decoder
 from pdserve_kernels.triton.linear import (
     LinearWeight,
     is_row_independent,
     is_shard_independent,
-    is_thread_independent,
     linear,
     linear_lora,
     linear_silu_mul,
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.triton.logprobs import logprob_terms
-from pdserve_kernels.triton.lora import pack_adapter, pack_lora
-from pdserve_kernels.triton.moe import fused_moe, pack_moe
-from pdserve_kernels.triton.penalties import penalize
-from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample, sample_part
+from pdserve_kernels.triton.sampling import linear_argmax
+from pdserve_kernels.triton.shared import *  # noqa: F403
 
 __all__ = [
+    *shared.__all__,
     "LinearWeight",
-    "argmax",
-    "count_nans",
-    "fused_add_rms_norm",
-    "fused_moe",
     "is_row_independent",
     "is_shard_independent",
-    "is_thread_independent",
-    "kv_tile_format",
     "linear",
     "linear_argmax",
     "linear_lora",
     "linear_silu_mul",
     "linear_sums",
-    "logprob_terms",
-    "pack_adapter",
-    "pack_decoder",
     "pack_linear",
-    "pack_lora",
-    "pack_moe",
     "paged_attention",
-    "penalize",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary_embedding",
     "run_decoder",
-    "sample",
-    "sample_part",
-    "silu_and_mul",
 ]

@@ -47,9 +47,9 @@ def test_scales_are_those_of_the_checkpoint(
     weights = {K_SCALE: torch.full(shape, 0.5), V_SCALE: torch.full(shape, 2.0)}
     folder = add_weights(weights=weights)
     (layer,) = load(folder, kv_cache_dtype="fp8")._read_decoder().layers
-    assert layer.kv_scales == (0.5, 2.0)
+    assert layer.attention.kv_scales == (0.5, 2.0)
     (layer,) = load(folder)._read_decoder().layers
-    assert layer.kv_scales == (1.0, 1.0)
+    assert layer.attention.kv_scales == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
