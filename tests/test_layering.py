@@ -29,6 +29,7 @@ OURS = {"pdserve", *PACKAGES}
 # A name without a folder is a module.
 FLOORS = {
     "pdserve_engine": (
+        ("combinations",),
         ("config", "frames", "grammar"),
         ("request",),
         ("kv", "lora", "sampling", "spec_decode"),

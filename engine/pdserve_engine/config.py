@@ -8,6 +8,7 @@ from typing import Literal
 from pdserve_common.config import Transport, opt, parse_named_paths
 from pdserve_common.cores import parse_cores
 from pdserve_common.hub_path import HubPath, is_hub_path
+from pdserve_engine.combinations import check_combination, features_of
 
 Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
@@ -302,31 +303,14 @@ class EngineConfig:
             )
         if self.has_adapters:
             self._check_adapters()
-        if self.pipeline_parallel_size > 1 and self.device != "cpu":
-            raise ValueError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}, must be 1 on "
-                f"{self.device}"
-            )
-        if self.kv_cache_dtype != "auto" and self.device != "cuda":
-            raise ValueError(
-                f"kv_cache_dtype is {self.kv_cache_dtype}, must be auto on {self.device}"
-            )
-        if self.speculation != "none" and self.num_ranks > 1:
-            raise ValueError(
-                f"speculation is {self.speculation}, must be none on {self.num_ranks} ranks"
-            )
-        if self.speculation == "draft_model" and self.device != "cpu":
-            raise ValueError(
-                f"speculation is {self.speculation}, must be none or suffix on {self.device}"
-            )
         if self.speculation == "none" and self.suffix_decoding_max_cached_requests:
             raise ValueError(
                 "suffix_decoding_max_cached_requests is "
                 f"{self.suffix_decoding_max_cached_requests}, must be 0 if speculation is none"
             )
         self._check_draft_model()
-        self._check_attention_backend()
         self._check_kv_offload()
+        check_combination(features_of(self))
         for name in (
             "kv_session_timeout_s",
             "kv_transfer_timeout_s",
@@ -342,28 +326,6 @@ class EngineConfig:
                 f"speculation is {self.speculation} and draft_model is {self.draft_model}: "
                 "draft_model must be set if speculation is draft_model, and only then"
             )
-        if self.draft_model is not None and self.has_async_scheduling:
-            raise ValueError(
-                "async_scheduling is true, must be false if speculation is draft_model: a step "
-                "that is planned before the last one is over has no drafts of it"
-            )
-
-    def _check_attention_backend(self) -> None:
-        if self.attention_backend is None:
-            return
-        wanted: dict[str, str | bool] = {
-            "device": "cuda",
-            "deterministic": False,
-            "kv_cache_dtype": "auto",
-            # It reads stale blocks, and NaN times a weight of 0 is NaN.
-            "poison_freed_blocks": False,
-        }
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} is {_shown(getattr(self, name))}, must be {_shown(value)} if "
-                    f"attention_backend is {self.attention_backend}"
-                )
 
     def _check_kv_offload(self) -> None:
         if (self.kv_offload_disk_path is None) != (self.kv_offload_disk_bytes == 0):
@@ -371,15 +333,6 @@ class EngineConfig:
                 f"kv_offload_disk_path is {self.kv_offload_disk_path} and kv_offload_disk_bytes is "
                 f"{self.kv_offload_disk_bytes}: both must be set, or none"
             )
-        if not self.has_kv_offload:
-            return
-        what = "kv_offload_host_bytes or kv_offload_disk_path is set"
-        if not self.enable_prefix_caching:
-            raise ValueError(f"enable_prefix_caching is false, must be true if {what}")
-        if self.num_ranks > 1:
-            raise ValueError(f"{what}, which one rank serves: there are {self.num_ranks}")
-        if self.draft_model is not None:  # its KV of a block that comes back is not there
-            raise ValueError(f"draft_model is set, must be unset if {what}")
 
     def _check_adapters(self) -> None:
         for path in filter(is_hub_path, self.adapter_paths.values()):
@@ -451,7 +404,3 @@ class EngineConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             has_draft_model=self.draft_model is not None,
         )
-
-
-def _shown(value: str | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else value

@@ -12,20 +12,6 @@ from pdserve_engine.runner.model_source import ModelSource
 from support.flash_attn import installed, make_flash_attn
 
 
-@pytest.mark.parametrize(
-    ("fields", "refusal"),
-    [
-        ({"device": "cpu"}, "device is cpu, must be cuda"),
-        ({"deterministic": True}, "deterministic is true, must be false"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, must be auto"),
-        ({"poison_freed_blocks": True}, "poison_freed_blocks is true, must be false"),
-    ],
-)
-def test_a_config_with_what_it_does_not_do_is_refused(fields: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ValueError, match=f"{refusal} if attention_backend is flash_attn"):
-        EngineConfig(**{"device": "cuda", "attention_backend": "flash_attn"} | fields)
-
-
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton")

@@ -12,12 +12,11 @@ from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import ModelError
 from support.adapters import write_adapter
 from support.answers import Answer, answers
 from support.engines import load
-from support.models import BACKEND_MODELS, NATIVE_MODELS
+from support.models import NATIVE_MODELS
 from support.samples import sampled
 from support.threaded_ranks import ThreadedRanks
 
@@ -207,14 +206,3 @@ def test_groups_of_integers_are_not_cut(
     config = config_of(make_model(arch, **overrides), quantization="int4")
     with pytest.raises(ModelError, match=r"inputs .* of 64 are not whole groups of 32"):
         load_cut(config, 4, 1)
-
-
-def test_models_that_have_one_rank_say_so(make_model: Callable[..., Path]) -> None:
-    arch, overrides = NATIVE_MODELS["qwen3-window"]
-    with pytest.raises(ModelError, match="pipeline_parallel_size is 2, must be 1 for a model with"):
-        load(**config_of(make_model(arch, **overrides), pipeline_parallel_size=2))
-    arch, overrides = BACKEND_MODELS["olmo2"]
-    with pytest.raises(ModelError, match="tensor_parallel_size is 2, Olmo2ForCausalLM runs on the"):
-        load(**config_of(make_model(arch, **overrides), tensor_parallel_size=2))
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 2, must be 1 on cuda"):
-        EngineConfig(kv_connector="none", pipeline_parallel_size=2, device="cuda")

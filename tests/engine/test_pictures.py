@@ -329,17 +329,10 @@ def test_a_model_of_text_takes_no_picture(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, must be 1 for Llava"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, must be 1 for Llava"),
-        ({"lora_root": "/"}, "lora_root is /, must be None for Llava"),
         ({"runner": "pooling"}, "runner is pooling, must be auto or generate for Llava"),
         ({"convert": "embed"}, "convert is embed"),
         ({"model_impl": "transformers"}, "model_impl is transformers, must be auto or native"),
         ({"max_model_len": 16}, "max_model_len is 16, must be above the 16 tokens of a picture"),
-        (
-            {"speculation": "draft_model", "draft_model": "models/pdserve-tiny"},
-            "draft_model is models/pdserve-tiny, must be None",
-        ),
     ],
 )
 def test_what_does_not_go_with_pictures_is_refused_by_its_name(

@@ -31,15 +31,11 @@ def make_offload(
     """Make the tiers and have the manager offer blocks to them; None if the config names none.
 
     `compatibility` says all that must be equal of engines for one to use another's blocks, weights
-    and layout included. Raises ValueError for what cannot be served.
+    and layout included.
     """
     if not config.has_kv_offload:
         return None
-    if len(spec.groups) > 1 or spec.windows != (None,):
-        raise ValueError(
-            "kv_offload_host_bytes or kv_offload_disk_path is set, which models with sliding "
-            f"windows do not serve: this one has {', '.join(map(str, spec.windows))}"
-        )
+    assert spec.windows == (None,), "combinations.py refuses others"
     metrics = KVOffloadMetrics(registry)
     tiers = _make_tiers(config, spec, compatibility, metrics)
     for tier in tiers:

@@ -195,10 +195,6 @@ def read_native_config(
     hidden_size = _require_int(raw, "hidden_size")
     num_layers = _require_int(raw, "num_hidden_layers")
     experts = _read_experts(raw, family, num_layers)
-    if experts is not None and (quantization := facts["quantization"]) is not None:
-        raise ModelError(
-            f"quantization is {quantization.method}, not supported for models with experts"
-        )
     has_attention_bias = bool(raw.get("attention_bias", False))
     return LlamaConfig(
         architecture=architecture,

@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 
+from pdserve_engine.combinations import Feature, check_combination
 from pdserve_engine.config import Convert, KVCacheDtype, LoadQuantization, ModelImpl, Runner
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import (
@@ -18,6 +19,7 @@ from pdserve_engine.models.config import (
     read_json,
     read_native_config,
 )
+from pdserve_engine.models.features import features_of_facts, features_of_model
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.llama_weights import MODEL_PREFIX
 from pdserve_engine.models.loader import (
@@ -90,24 +92,13 @@ def read_model_config(
                 raise
             reason = str(error)
         else:
+            check_combination(features_of_model(native), ModelError)
             logger.info("%s runs natively", native.architecture)
             return native
     else:
         reason = "model_impl is transformers"
-    if facts["quantization"] is not None:
-        raise ModelError(
-            f"quantization is {facts['quantization'].method}, which only our own code runs "
-            f"(not run natively: {reason})"
-        )
-    if facts["pooler"] is not None:
-        raise ModelError(
-            f"runner is pooling, which only our own code has (not run natively: {reason})"
-        )
-    if facts["has_fp8_kv"]:
-        raise ModelError(
-            f"kv_cache_dtype is {kv_cache_dtype}, which only our own code has "
-            f"(not run natively: {reason})"
-        )
+    of_backend = {Feature.TRANSFORMERS: f"the transformers backend runs the model ({reason})"}
+    check_combination(of_backend | features_of_facts(**facts), ModelError)
     # Takes seconds to import, and most models need none of it.
     from pdserve_engine.models.transformers_config import read_transformers_config
 

@@ -60,8 +60,6 @@ def check_shards(config: LlamaConfig, size: int) -> None:
     """Raise ModelError, with the numbers, if the model cannot be cut in so many ranks."""
     if size == 1:
         return
-    if config.experts is not None:
-        raise ModelError(f"tensor_parallel_size is {size}, must be 1 for a model with experts")
     if size not in SIZES:
         sizes = ", ".join(map(str, SIZES))
         raise ModelError(f"tensor_parallel_size is {size}, must be one of {sizes}")

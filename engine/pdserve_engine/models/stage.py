@@ -57,14 +57,7 @@ def check_stages(config: LlamaConfig, count: int) -> None:
     """Raise ModelError, with the numbers, if the model cannot be cut in so many stages."""
     if count == 1:
         return
-    if config.experts is not None:
-        raise ModelError(f"pipeline_parallel_size is {count}, must be 1 for a model with experts")
     if count > config.num_layers:
         raise ModelError(
             f"pipeline_parallel_size is {count}, the model has {config.num_layers} layers"
-        )
-    if len(set(config.attention_windows)) > 1:
-        raise ModelError(
-            f"pipeline_parallel_size is {count}, must be 1 for a model with sliding windows beside "
-            "full attention: its KV groups do not lie in stages"
         )

@@ -26,8 +26,7 @@ class DraftModelSource:
         self.config = read_model_config(
             model_dir, dtype=config.dtype, model_impl="native", runner="generate"
         )
-        _check_windows("model", target)
-        _check_windows("draft_model", self.config)
+        _check_windows(self.config)
         _check_vocabulary(self.config, target)
         if tokenizer_digest(model_dir) != tokenizer_digest(config.model):
             raise ModelError(
@@ -41,12 +40,11 @@ class DraftModelSource:
         return load_model(self._model_dir, self.config, device=self._device)
 
 
-def _check_windows(name: str, model: ModelConfig) -> None:
-    windows = [window for window in model.attention_windows if window is not None]
+def _check_windows(draft: ModelConfig) -> None:
+    windows = [window for window in draft.attention_windows if window is not None]
     if windows:
         raise ModelError(
-            f"speculation is draft_model: {name} has sliding windows ({windows[0]} tokens), and "
-            "must have none"
+            f"draft_model has sliding windows ({windows[0]} tokens), and must have none"
         )
 
 

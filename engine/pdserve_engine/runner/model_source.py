@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pdserve_common.kv_types import KVShard, new_epoch
+from pdserve_engine.combinations import check_combination, features_of
 from pdserve_engine.config import AttentionBackend, EngineConfig
 from pdserve_engine.grammar.native import TokenizerInfo
 from pdserve_engine.grammar.vocabulary import Encode, make_encoder, make_tokenizer_info
@@ -16,6 +17,7 @@ from pdserve_engine.lora.adapter import LoraAdapter, max_weights_bytes, read_ada
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import Model, SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
+from pdserve_engine.models.features import features_of_model
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.quantization import Fp8Quantization
 from pdserve_engine.models.registry import load_model, read_model_config
@@ -46,7 +48,6 @@ class ModelSource:
         self.rank = rank
         self._group = group
         self._stage = stage
-        self.device = _device(config)
         self.logits_processors = load_logits_processors()
         self.config = read_model_config(
             config.model,
@@ -59,11 +60,13 @@ class ModelSource:
             convert=config.convert,
             pooler_config=config.pooler_config,
         )
+        check_combination(features_of_model(self.config) | features_of(config), ModelError)
+        self.device = _device(config)
         if self.device.type == "cuda":
             _check_fp8(self.config, torch.cuda.get_device_capability())
-        _check_sizes(self.config, config)
-        if self.config.vision is not None:
-            _check_pictures(self.config, config)
+        if isinstance(self.config, LlamaConfig):
+            check_shards(self.config, config.tensor_parallel_size)
+            check_stages(self.config, config.pipeline_parallel_size)
         if config.attention_backend is not None:
             _check_attention_backend(config.attention_backend, self.config)
         self.num_ranks = config.num_ranks
@@ -160,33 +163,6 @@ def shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
         first_slot=slots.start,
         num_slots=len(slots),
     )
-
-
-def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
-    if isinstance(model, LlamaConfig):
-        check_shards(model, config.tensor_parallel_size)
-        check_stages(model, config.pipeline_parallel_size)
-        return
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(config, name) > 1:
-            raise ModelError(
-                f"{name} is {getattr(config, name)}, {model.architecture} runs on the "
-                "transformers backend, which has 1"
-            )
-
-
-def _check_pictures(model: ModelConfig, config: EngineConfig) -> None:
-    """Refuse what no model has that sees pictures."""
-    for name, value, only in (
-        ("tensor_parallel_size", config.tensor_parallel_size, 1),
-        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
-        ("draft_model", config.draft_model, None),
-        ("lora", config.lora, ()),
-        ("lora_root", config.lora_root, None),
-        ("lora_hub", config.lora_hub, False),
-    ):
-        if value != only:
-            raise ModelError(f"{name} is {value}, must be {only} for {model.architecture}")
 
 
 def _device(config: EngineConfig) -> torch.device:

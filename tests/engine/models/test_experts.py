@@ -15,8 +15,6 @@ from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models.base import SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.models.shard import check_shards
-from pdserve_engine.models.stage import check_stages
 from support.adapters import write_adapter
 from support.engines import generate_greedily, loaded
 from support.model_driver import CPU, Driver, make_prompt, record_logits, run_as_merged
@@ -73,19 +71,6 @@ def test_fields_that_say_nothing_sensible_are_named(
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ModelError, match=message):
         config_of(tmp_path)
-
-
-def test_what_experts_do_not_have_is_refused_with_its_reason(
-    make_model: Callable[..., Path],
-) -> None:
-    folder = build(make_model, "mixtral")
-    with pytest.raises(ModelError, match="quantization is load, not supported for models with exp"):
-        config_of(folder, quantization="int8")
-    config = config_of(folder)
-    with pytest.raises(ModelError, match="tensor_parallel_size is 2, must be 1 for a model with"):
-        check_shards(config, 2)
-    with pytest.raises(ModelError, match="pipeline_parallel_size is 2, must be 1 for a model with"):
-        check_stages(config, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

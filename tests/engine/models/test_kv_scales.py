@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
@@ -88,13 +87,6 @@ def test_a_pool_in_fp8_takes_half_the_memory_and_the_answer_is_near(
         logits.append(recorded[-1])
     difference = (logits[0] - logits[1]).std()
     assert 0 < difference < 0.2 * logits[0].std()
-
-
-def test_it_is_refused_where_nothing_has_it(make_model: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype is fp8, must be auto on cpu"):
-        EngineConfig(kv_cache_dtype="fp8")
-    with pytest.raises(ModelError, match="kv_cache_dtype is fp8, which only our own code has"):
-        read_model_config(make_model(), model_impl="transformers", kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(

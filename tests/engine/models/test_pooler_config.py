@@ -10,7 +10,6 @@ import pytest
 from pdserve_common.model_folder import pools
 from pdserve_engine.models.config import ModelError, PoolerConfig
 from pdserve_engine.models.pooler_config import read_pooler_config
-from pdserve_engine.models.registry import read_model_config
 
 RAW: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}
 LAST = PoolerConfig(
@@ -250,12 +249,6 @@ def test_a_damaged_list_of_modules_is_refused(tmp_path: Path, text: str) -> None
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(ModelError, match=r"modules\.json"):
         read(tmp_path)
-
-
-def test_what_runs_on_the_transformers_backend_is_not_pooled(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(raw("BertModel")))
-    with pytest.raises(ModelError, match=r"runner is pooling, which only our own .*Bert"):
-        read_model_config(tmp_path)
 
 
 def test_classifier_from_token_names_tokens_of_the_model(

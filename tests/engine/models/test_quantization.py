@@ -385,11 +385,6 @@ def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
         read_quantization({"quantization_config": AWQ}, "int8")
 
 
-def test_only_native_models_are_quantized(make_model: Callable[..., Path]) -> None:
-    with pytest.raises(ModelError, match=r"only our own code runs .* architectures"):
-        read_model_config(make_model("Olmo2ForCausalLM"), quantization="int8")
-
-
 def test_scattered_groups_and_half_quantized_products_are_refused(
     make_stored: Callable[..., Stored],
 ) -> None:
