@@ -40,6 +40,7 @@ from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner.make_runner import make_runner
 from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_kernels.sampling_batch import Argmax
 from pdserve_worker.attachment import Attachment
@@ -156,20 +157,20 @@ class NoEngine:
         return 0
 
 
-def make_runner(kind: str, cache: KVCache, batch: int, parts: Parts) -> ModelRunner:
+def runner_of(kind: str, cache: KVCache, batch: int, parts: Parts) -> ModelRunner:
     sizes = {"max_num_seqs": batch, "max_model_len": MAX_MODEL_LEN}
     if kind == "cuda":
         return _make_cuda_runner(cache, sizes, parts)
     model = NoModel()
     parts.time_method("model", model, "forward")
     parts.time_method("model", model, "choose_greedily")
-    return ModelRunner(model, cache, **sizes)
+    return make_runner(model, cache, **sizes)
 
 
 def _make_cuda_runner(cache: KVCache, sizes: dict[str, int], parts: Parts) -> ModelRunner:
     """Return the runner with graphs and events that do nothing; all its steps bring tokens 7."""
-    from pdserve_engine.runner import cuda_runner as module
     from pdserve_engine.runner.cuda_graphs import RecordedDraw, StepKind
+    from pdserve_engine.runner.device_sampler import Drawn
 
     class Nothing:
         def __init__(self, **options: object) -> None: ...
@@ -183,21 +184,19 @@ def _make_cuda_runner(cache: KVCache, sizes: dict[str, int], parts: Parts) -> Mo
     results[0] = 7
     hidden_states = torch.zeros(MAX_NUM_BATCHED_TOKENS, 1)
 
-    class Runner(module.CudaModelRunner):
-        def _run(self, views: Any, *args: Any) -> torch.Tensor:
-            return hidden_states
-
-        def _draw(self, views: Any, *args: Any) -> module.Drawn:
-            return module.Drawn(results[:, : len(views["batch_rows"])], hidden_states)
-
     torch.cuda.Event = torch.cuda.CUDAGraph = Nothing  # type: ignore[assignment,misc]
-    runner = Runner(NoModel(), cache, **sizes)
+    runner = make_runner(NoModel(), cache, on_cuda=True, **sizes)
+    stepper: Any = runner.stepper
+    stepper._run = lambda model, views, *args: hidden_states
+    stepper._draw = lambda model, views, *args: Drawn(
+        results[:, : len(views["batch_rows"])], hidden_states
+    )
     num = sizes["max_num_seqs"]
     kind = StepKind(is_decode=True)
-    graph = runner._make_graph(num, num, kind)
+    graph = stepper._make_graph(num, num, kind)
     graph.hidden_states = hidden_states
     graph.draws[False] = RecordedDraw(graph.forward, results[:, :num])
-    runner._graphs = {kind: [graph]}
+    stepper.graphs = {kind: [graph]}
     return runner
 
 
@@ -219,7 +218,7 @@ class Bench:
         config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
         pool = BlockPool(cache.num_blocks, enable_caching=True)
         scheduler = Scheduler(config, KVCacheManager(pool, BLOCK_SIZE))
-        rank: Any = Rank(make_runner(kind, cache, config.max_batch_size, parts), parts)
+        rank: Any = Rank(runner_of(kind, cache, config.max_batch_size, parts), parts)
         executor = UniprocExecutor(rank, async_scheduling=False)
         self._core = EngineCore(scheduler=scheduler, executor=executor, max_model_len=MAX_MODEL_LEN)
         parts.time_method("schedule", scheduler, "schedule")

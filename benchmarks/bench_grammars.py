@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -44,6 +44,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher
+from pdserve_engine.runner.sampler import TokenSampler
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 from pdserve_kernels.sampling_batch import MASK_BITS
@@ -141,13 +142,15 @@ class Dictation:
         assert isinstance(executor, UniprocExecutor)
         runner = executor.rank.runner
         self._texts = np.array([token_ids[:MAX_TOKENS] for token_ids in texts])
-        self._choose = runner._choose
-        runner._choose = self.choose  # type: ignore[method-assign]
+        sampler = runner.sampler
+        assert isinstance(sampler, TokenSampler)
+        self._choose = sampler.choose
+        sampler.choose = self.choose  # type: ignore[method-assign]
 
     def choose(
-        self, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
+        self, head: Any, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
     ) -> SampledTokens:
-        chosen = self._choose(hidden_states, rows, masks)
+        chosen = self._choose(head, hidden_states, rows, masks)
         return chosen._replace(
             token_ids=self._texts[rows.batch_rows % len(self._texts), rows.positions]
         )

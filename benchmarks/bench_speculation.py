@@ -28,7 +28,7 @@ import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -48,6 +48,7 @@ from pdserve_engine.config import EngineConfig, Speculation
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.sampler import TokenSampler
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 
@@ -208,12 +209,14 @@ class Arm:
 
     def _dictate(self) -> None:
         runner = self._runner
-        choose = runner._choose
+        sampler = runner.sampler
+        assert isinstance(sampler, TokenSampler)
+        choose = sampler.choose
 
         def write(
-            hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
+            head: Any, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
         ) -> SampledTokens:
-            chosen = choose(hidden_states, rows, masks)
+            chosen = choose(head, hidden_states, rows, masks)
             if not any(self._texts):
                 return chosen
             marks = runner.input_batch.token_ids[rows.batch_rows, 0] - FIRST_MARK
@@ -221,7 +224,7 @@ class Arm:
             token_ids = [self._texts[mark][position] for mark, position in pairs]
             return chosen._replace(token_ids=np.array(token_ids, dtype=np.int64))
 
-        runner._choose = write  # type: ignore[method-assign]
+        sampler.choose = write  # type: ignore[method-assign]
 
 
 def bench_all(args: argparse.Namespace, kinds: Sequence[str], arms: Sequence[Arm]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve_common.engine_types import LogprobsLists
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.runner.cuda_runner import CudaModelRunner
+from pdserve_engine.runner.cuda_stepper import CudaStepper
 from pdserve_kernels.groups import Group
 from support.cuda_traffic import any_text, launches_of, recorded_launches
 from support.interpreted import (
@@ -45,7 +45,7 @@ def answers_of_rank(
         convert_fp8_as_gpus_do(patch)
         with interpreted_kernels(deterministic_kernels if deterministic else None):
             driver = Driver(folder, group=group, **options)
-        assert isinstance(driver.runner, CudaModelRunner)
+        assert isinstance(driver.runner.stepper, CudaStepper)
         return answers_of(driver)
 
 

@@ -74,7 +74,7 @@ def num_replays(driver: Driver) -> dict[bool, int]:
     """How often graphs without and with adapters were replayed."""
     found = {False: 0, True: 0}
     graphs: Any = driver.runner
-    for kind, of_kind in graphs._graphs.items():
+    for kind, of_kind in graphs.stepper.graphs.items():
         found[kind.has_lora] += sum(each.forward.num_replays for each in of_kind)
     return found
 
@@ -82,7 +82,7 @@ def num_replays(driver: Driver) -> dict[bool, int]:
 def num_draws(driver: Driver) -> int:
     """How often graphs that draw tokens were replayed."""
     runner: Any = driver.runner
-    graphs = itertools.chain.from_iterable(runner._graphs.values())
+    graphs = itertools.chain.from_iterable(runner.stepper.graphs.values())
     return sum(draw.graph.num_replays for each in graphs for draw in each.draws.values())
 
 
@@ -91,7 +91,7 @@ def num_kernels(driver: Driver, *, has_lora: bool) -> int:
     runner: Any = driver.runner
     (graphs,) = (
         graphs
-        for kind, graphs in runner._graphs.items()
+        for kind, graphs in runner.stepper.graphs.items()
         if kind.is_decode and kind.has_lora == has_lora
     )
     count: int = graphs[-1].forward.num_kernels
@@ -139,13 +139,13 @@ def test_nobody_waits_for_logprobs(
 
     with interpreted_kernels(deterministic):
         waiting = Driver(folder)
-    monkeypatch.setattr(waiting.runner, "_looks_back", lambda rows: True)
+    monkeypatch.setattr(waiting.runner.stepper, "launch", lambda model, step: None)
     launched = captured(folder, deterministic)
 
     def never_wait(*, wait: bool) -> None:
         assert not wait
 
-    monkeypatch.setattr(launched.runner, "_apply_launched", never_wait)
+    monkeypatch.setattr(launched.runner.stepper, "apply_launched", never_wait)
     answers = []
     for driver in (waiting, launched):
         outputs = []

@@ -233,7 +233,7 @@ def test_a_token_that_the_host_has_not_seen_is_the_next_step_s_input(
         driver.add("a", make_prompt(7))
     seen.run("a", num_tokens=4)
     runner: Any = unseen.runner
-    monkeypatch.setattr(runner, "_apply_launched", lambda *, wait: None)
+    monkeypatch.setattr(runner.stepper, "apply_launched", lambda *, wait: None)
     execute = runner.execute_model
 
     def launch(scheduled: Any) -> AsyncModelRunnerOutput:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ def interpreted_kernels(kernels: Any = None) -> Iterator[None]:
     for the interpreter. Unless other kernels are given they are Triton's.
     """
     from pdserve_engine.models import llama, transformers_backend
-    from pdserve_engine.runner.runner_class import cuda_runner_class
+    from pdserve_engine.runner.make_runner import make_runner
     from pdserve_engine.sampling import state
     from pdserve_kernels import triton
     from support import model_driver
@@ -191,5 +192,5 @@ def interpreted_kernels(kernels: Any = None) -> Iterator[None]:
         for module in (llama, transformers_backend, state):
             patch.setattr(module, "select", lambda device: kernels or triton)
         patch.setattr(llama, "is_mapped", lambda device: False)
-        patch.setattr(model_driver, "runner_class", cuda_runner_class)
+        patch.setattr(model_driver, "make_runner", partial(make_runner, on_cuda=True))
         yield

@@ -17,7 +17,6 @@ from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.models.base import SupportsLora
-from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.stage import ALL_LAYERS
 from pdserve_engine.request.sched_output import (
@@ -26,10 +25,9 @@ from pdserve_engine.request.sched_output import (
     NewRequestData,
     SchedulerOutput,
 )
+from pdserve_engine.runner.make_runner import make_runner
 from pdserve_engine.runner.model_runner import NO_DRAFTS
 from pdserve_engine.runner.model_source import shard_of
-from pdserve_engine.runner.runner_class import runner_class
-from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
 from pdserve_kernels.reference import argmax
 from support.adapters import merged_greedy
@@ -83,13 +81,10 @@ class Driver:
         spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=device)
         if group is not None:
             spec = replace(spec, shard=shard_of(spec, group, ALL_LAYERS))
-            if group.rank == 0:
-                assert isinstance(model, LlamaModel)
-                model = ShardedModel(model, group)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=device)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
-        self.runner = runner_class(model)(
+        self.runner = make_runner(
             model,
             self.cache,
             max_num_seqs=max_num_seqs,

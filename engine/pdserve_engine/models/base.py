@@ -9,9 +9,11 @@ import torch
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.stage import Stage
+from pdserve_kernels.groups import Group
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.sampling_batch import Argmax
+from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 
 if TYPE_CHECKING:  # needs Triton
     from pdserve_kernels.triton.step_lora import StepLora
@@ -83,6 +85,32 @@ class Model(Protocol):
         A mask is int32 [n, ceil(vocab_size / 32)] on the model's device: a set bit allows a token.
         """
         ...
+
+
+@runtime_checkable
+class ModelPart(Model, Protocol):
+    """One rank's part of a model: some of its layers, of its heads and of its vocabulary."""
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that have the other heads; None if there are none. With a group `forward` is
+        all ranks' work, and logits are those of the rank's `vocabulary`.
+        """
+
+    @property
+    def stage(self) -> Stage:
+        """Which of the layers it has."""
+
+    @property
+    def vocabulary(self) -> slice:
+        """The token ids whose logits it has."""
+
+    def sample_part(
+        self, hidden_rows: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
+        """Return of the rank's `vocabulary` the token that would win in each of the n rows, none of
+        which has a filter, numbered within it. The mask is of its tokens alone.
+        """
 
 
 @runtime_checkable

@@ -166,9 +166,7 @@ class LlamaModel:
     def sample_part(
         self, hidden_rows: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
     ) -> Argmax:
-        """Return of the rank's `vocabulary` the token that would win in each of the n rows, none of
-        which has a filter, numbered within it. The mask is of its tokens alone.
-        """
+        """See `models.base.ModelPart`."""
         logits = self.compute_logits(hidden_rows)
         first_id = self.vocabulary.start
         chosen: Sampled = self._kernels.sample_part(logits, batch, first_id=first_id, mask=mask)

@@ -27,8 +27,8 @@ from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner.drafter import DraftModel
+from pdserve_engine.runner.make_runner import make_runner
 from pdserve_engine.runner.model_runner import ModelRunner
-from pdserve_engine.runner.runner_class import runner_class
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def measure_largest_step(
     pool = KVCache(spec, num_blocks=num_blocks, device=device)
     max_model_len = model.config.max_model_len
     scheduler = _make_plain_scheduler(config, pool, model.config.vision)
-    runner = runner_class(model)(
+    runner = make_runner(
         model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
     )
     try:

@@ -18,14 +18,12 @@ from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import Model, SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
 from pdserve_engine.models.features import features_of_model
-from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.quantization import Fp8Quantization
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_engine.runner.draft_source import DraftModelSource
 from pdserve_engine.runner.plugins import load_logits_processors
-from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
 
 # Of the first GPUs that have numbers in FP8.
@@ -111,14 +109,13 @@ class ModelSource:
         return make_encoder(self._model_dir)
 
     def load(self) -> Model:
-        group, stage = self._group, self._stage
-        model = load_model(
-            self._model_dir, self.config, device=self.device, group=group, stage=stage
+        return load_model(
+            self._model_dir,
+            self.config,
+            device=self.device,
+            group=self._group,
+            stage=self._stage,
         )
-        if group is not None and group.rank == 0 and stage.is_last:
-            assert isinstance(model, LlamaModel)
-            return ShardedModel(model, group)
-        return model
 
     def adapter_bytes(self, model: Model) -> int:
         """Return what as many adapters of the loaded model take as there may be."""

@@ -17,10 +17,10 @@ from pdserve_engine.runner.adapters import RunnerAdapters
 from pdserve_engine.runner.draft_source import DraftModelSource
 from pdserve_engine.runner.drafter import DraftModel
 from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
+from pdserve_engine.runner.make_runner import make_runner
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.numerics import numerics_id
 from pdserve_engine.runner.profiler import StepProfiler
-from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sleep import SleepingMemory
 from pdserve_engine.runner.threads import use_threads
 from pdserve_kernels import CudaKernels, name_of, select, use_on_cuda
@@ -72,7 +72,7 @@ class Rank:
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         source = self._source
         self.kv_cache = KVCache(source.spec, num_blocks=num_blocks, device=source.device)
-        self.runner = runner_class(self._model)(
+        self.runner = make_runner(
             self._model,
             self.kv_cache,
             max_num_seqs=self._config.scheduler.max_batch_size,

@@ -1,4 +1,5 @@
-"""A model over several ranks: rank 0 samples, the others compute their part of what it asks for.
+"""The head of a model over several ranks: rank 0 samples, the others compute their part of what it
+asks for.
 
 All ranks have the same states behind the last layer, and each the logits of its own part of the
 vocabulary. Rank 0 says what it needs of them, as often as it likes, and at the end which tokens
@@ -6,17 +7,13 @@ there are: what depends on a request's parameters, or on time, is decided there 
 """
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from pdserve_engine.lora.adapter import LoraAdapter
-from pdserve_engine.lora.adapter_config import Targets
-from pdserve_engine.models.base import ForwardInputs
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.models.base import ModelPart
 from pdserve_engine.models.shard import vocab_share
 from pdserve_engine.sampling.logits_rows import Rows
 from pdserve_kernels.groups import Group
@@ -55,39 +52,19 @@ class StepTokens(NamedTuple):
     token_ids: Rows
 
 
-class ShardedModel:
-    """All ranks' parts of a model, as rank 0 sees them (`models.base.Model`)."""
+class ShardedHead:
+    """The head of all ranks' vocabulary, as rank 0 sees it."""
 
-    def __init__(self, part: LlamaModel, group: Group) -> None:
+    def __init__(self, part: ModelPart) -> None:
         """`part` is rank 0's."""
-        self.part = part
-        self._group = group
-        self.config: ModelConfig = part.config
-        self.device = part.device
-        self.is_row_independent = part.is_row_independent
-        self.can_be_captured = part.can_be_captured
-
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """See `models.base.Model`. Every rank calls its part's with the same inputs."""
-        return self.part.forward(inputs)
-
-    @property
-    def lora_targets(self) -> Targets:
-        """See `models.base.SupportsLora`."""
-        return self.part.lora_targets
-
-    def max_adapter_bytes(self, max_rank: int) -> int:
-        """See `models.base.SupportsLora`."""
-        return self.part.max_adapter_bytes(max_rank)
-
-    def pack_adapter(self, adapter: LoraAdapter) -> Any:
-        """See `models.base.SupportsLora`. Every rank packs its part by itself."""
-        return self.part.pack_adapter(adapter)
+        self._part = part
+        self._group = _group_of(part)
+        self.config = part.config
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
         hidden_rows = self._ask(_Ask.LOGITS, hidden_rows)
-        parts = _gather_logits(self.part, self._group, self.part.compute_logits(hidden_rows))
+        parts = _gather_logits(self._part, self._part.compute_logits(hidden_rows))
         return _join_logits(parts, self.config.vocab_size)
 
     def choose_greedily(
@@ -112,8 +89,8 @@ class ShardedModel:
     ) -> Argmax:
         if mask is not None:
             self._group.broadcast(mask)
-        best = _best_of_part(self.part, hidden_rows, batch, mask)
-        return gather_best(self.part, self._group, best)
+        best = _best_of_part(self._part, hidden_rows, batch, mask)
+        return gather_best(self._part, best)
 
     def tell_tokens(self, tokens: StepTokens) -> None:
         """End the step on the other ranks."""
@@ -138,11 +115,12 @@ class ShardedModel:
         self._group.broadcast(torch.tensor([ask, count]))
 
 
-def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
+def follow(part: ModelPart, num_requests: int) -> StepTokens:
     """On another rank than 0, behind `forward`: answer rank 0 until the step is over.
 
     Raises RuntimeError if it has failed there.
     """
+    group = _group_of(part)
     while True:
         said = torch.empty(2, dtype=torch.int64)
         group.broadcast(said)
@@ -155,7 +133,7 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
         rows = torch.empty(count, config.hidden_size, dtype=config.dtype, device=part.device)
         group.broadcast(rows)
         if ask == _Ask.LOGITS:
-            _gather_logits(part, group, part.compute_logits(rows))
+            _gather_logits(part, part.compute_logits(rows))
             continue
         batch = mask = None
         if ask in (_Ask.SAMPLE, _Ask.MASKED_SAMPLE):
@@ -166,18 +144,19 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
             num_words = num_mask_words(config.vocab_size)
             mask = torch.empty(count, num_words, dtype=torch.int32, device=part.device)
             group.broadcast(mask)
-        gather_best(part, group, _best_of_part(part, rows, batch, mask))
+        gather_best(part, _best_of_part(part, rows, batch, mask))
 
 
-def gather_logits(part: LlamaModel, group: Group, logits: torch.Tensor) -> torch.Tensor:
+def gather_logits(part: ModelPart, logits: torch.Tensor) -> torch.Tensor:
     """Return all logits [n, vocab_size], given each rank's own."""
-    return _join_logits(_gather_logits(part, group, logits), part.config.vocab_size)
+    return _join_logits(_gather_logits(part, logits), part.config.vocab_size)
 
 
-def gather_best(part: LlamaModel, group: Group, best: Argmax) -> Argmax:
+def gather_best(part: ModelPart, best: Argmax) -> Argmax:
     """Return the best token of the vocabulary, given that of each rank's part of it, numbered
     within the part.
     """
+    group = _group_of(part)
     # In one message: the bits of a value as a number.
     bits = best.values.view(torch.int32).long()
     gathered = group.gather(torch.stack((best.token_ids, best.num_nans, bits)))
@@ -186,10 +165,16 @@ def gather_best(part: LlamaModel, group: Group, best: Argmax) -> Argmax:
     return combine_argmax(parts, [rank * share for rank in range(len(parts))])
 
 
-def _gather_logits(part: LlamaModel, group: Group, logits: torch.Tensor) -> torch.Tensor:
+def _gather_logits(part: ModelPart, logits: torch.Tensor) -> torch.Tensor:
     """Return all ranks' logits [size, n, vocab_share]; the last rank's end in zeros."""
+    group = _group_of(part)
     missing = vocab_share(part.config.vocab_size, group.size) - logits.shape[1]
     return group.gather(F.pad(logits, (0, missing)).contiguous())
+
+
+def _group_of(part: ModelPart) -> Group:
+    assert part.group is not None
+    return part.group
 
 
 def _join_logits(parts: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -198,7 +183,7 @@ def _join_logits(parts: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _best_of_part(
-    part: LlamaModel,
+    part: ModelPart,
     hidden_rows: torch.Tensor,
     batch: SamplingBatch | None,
     mask: torch.Tensor | None,
