@@ -301,6 +301,21 @@ def test_the_work_grows_as_the_text_does(case, share, filling) -> None:
     assert twice.num_calls < 3 * once.num_calls
 
 
+@pytest.mark.parametrize("parameter", ["city", "days", "tags"])
+def test_calls_without_ends_of_values_are_looked_at_again_once(parameter) -> None:
+    """That a value's own end is missing shows at the end of the answer."""
+    one = f"<function=get_weather>\n<parameter={parameter}>\n[1\n</function>"
+
+    def work_on(num_calls: int) -> Work:
+        text = "\n".join([one] * num_calls)
+        assert len(parse("qwen3_coder", text)) == num_calls
+        return work_of(lambda: parse("qwen3_coder", text))
+
+    once, twice = work_on(140), work_on(280)
+    assert twice.num_chars < 3 * once.num_chars
+    assert twice.num_calls < 3 * once.num_calls
+
+
 def test_a_string_of_python_without_an_end_is_looked_through_once() -> None:
     """From each of its quotes it would take 10 minutes."""
     value = "[" + "\\'" * 200_000

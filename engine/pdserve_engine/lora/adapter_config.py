@@ -21,13 +21,15 @@ Targets = Mapping[str, tuple[int, int]]
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 _LAYER = re.compile(r"\.(\d+)\.")
 
-# Keys that say nothing about what the adapter computes.
+# Keys that say nothing about what the adapter computes, as fan_in_fan_out, which is about how the
+# base model stores its weights.
 _IGNORED = frozenset(
     (
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
         "eva_config",
+        "fan_in_fan_out",
         "inference_mode",
         "init_lora_weights",
         "loftq_config",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
@@ -32,7 +33,7 @@ class PackedLinears:
             id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)
         }
         for place in _plain_linears(root):
-            linear: nn.Linear = getattr(place.parent, place.child)
+            linear: nn.Linear | Conv1D = getattr(place.parent, place.child)
             if id(linear.weight) not in tables:
                 packed = _PackedLinear(place.name, linear, kernels, self._step)
                 self._linears[place.name] = packed
@@ -102,13 +103,17 @@ class _Step:
 
 
 class _PackedLinear(nn.Module):
-    """An nn.Linear whose weight is packed for the kernel set."""
+    """A linear whose weight is packed for the kernel set."""
 
-    def __init__(self, name: str, linear: nn.Linear, kernels: KernelSet, step: _Step) -> None:
+    def __init__(
+        self, name: str, linear: nn.Linear | Conv1D, kernels: KernelSet, step: _Step
+    ) -> None:
         super().__init__()
         self.name = name
-        self.shape = (linear.out_features, linear.in_features)
-        self.packed = kernels.pack_linear(linear.weight, linear.bias)
+        # GPT-2's linears have [in_features, out_features].
+        weight = linear.weight.t().contiguous() if isinstance(linear, Conv1D) else linear.weight
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.packed = kernels.pack_linear(weight, linear.bias)
         # Says shape and dtype, which routers of experts ask for. What computes with it fails.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self._kernels = kernels
@@ -129,5 +134,5 @@ def _plain_linears(root: nn.Module) -> list[_Place]:
         _Place(parent, child, f"{prefix}.{child}".lstrip("."))
         for prefix, parent in root.named_modules()
         for child, module in parent.named_children()
-        if type(module) is nn.Linear
+        if type(module) in (nn.Linear, Conv1D)
     ]

@@ -49,11 +49,21 @@ class ParserOptions:
 class Answer:
     """Collects the parts of an answer as they are read."""
 
-    __slots__ = ("_call_id", "_max_calls", "_num_calls", "_parts", "is_reasoning", "options")
+    __slots__ = (
+        "_call_id",
+        "_max_calls",
+        "_num_calls",
+        "_parts",
+        "are_ends_implied",
+        "is_reasoning",
+        "options",
+    )
 
     def __init__(self, options: ParserOptions, call_id: CallId) -> None:
         self.options = options
         self.is_reasoning = False
+        # The values of a call had no ends of their own, so none of those behind it has.
+        self.are_ends_implied = False
         self._call_id = call_id
         self._parts: list[OutputPart] = []
         self._num_calls = 0

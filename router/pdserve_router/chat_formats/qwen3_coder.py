@@ -77,7 +77,6 @@ class _Parameters:
         self._reader = reader
         self._answer = answer
         self._values = values
-        self._has_ends = True
 
     def read(self) -> Steps[bool]:
         """Return whether all came."""
@@ -126,7 +125,7 @@ class _Parameters:
                 value.add("".join(held))
                 value.end()
                 return True
-            if end in _IMPLIED_ENDS and not self._has_ends:
+            if end in _IMPLIED_ENDS and self._answer.are_ends_implied:
                 value.end()
                 self._reader.put_back(end)
                 return True
@@ -139,7 +138,7 @@ class _Parameters:
         if not is_whole or len(rest) > _MAX_IMPLIED_CHARS:
             value.add(rest)
             return False
-        self._has_ends = False
+        self._answer.are_ends_implied = True
         value.end()
         self._reader.put_back(rest)
         return True

@@ -74,6 +74,7 @@ def test_the_digest_is_of_what_is_computed(tmp_path: Path) -> None:
         "layers_to_transform": [1, 0],
         "lora_dropout": 0.3,
         "base_model_name_or_path": "elsewhere",
+        "fan_in_fan_out": True,
         "a_later_key": None,
     }
     assert read(write(tmp_path / "same", said_otherwise)).digest == plain
@@ -161,7 +162,6 @@ REFUSED_CONFIGS: dict[str, tuple[object, str]] = {
     ),
     "tokens": (CONFIG | {"trainable_token_indices": [1]}, "trainable_token_indices is [1]"),
     "experts": (CONFIG | {"target_parameters": ["experts.up"]}, "target_parameters is ['experts"),
-    "transposed": (CONFIG | {"fan_in_fan_out": True}, "fan_in_fan_out is True"),
     "replicated": (CONFIG | {"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]]"),
     "invoked": (CONFIG | {"alora_invocation_tokens": [3]}, "alora_invocation_tokens is [3]"),
     "excluded": (CONFIG | {"exclude_modules": ["q_proj"]}, "exclude_modules is ['q_proj']"),

@@ -30,6 +30,7 @@ LINEARS = {
     "phi3": PHI3,
     "phi3-window": PHI3,
     "olmo2": UNFUSED,
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt-bigcode": ["c_attn", "c_proj", "c_fc"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "hunyuan-moe": ATTENTION,
@@ -88,8 +89,8 @@ def test_linears_of_layers_are_known_by_the_names_that_peft_has(
         targets = model.lora_targets
         names = [*linears, *WITH_EXPERTS.get(name, ())]
         assert {target.rpartition(".")[2] for target in targets} == set(names), name
-        # GPTBigCode calls two of them `c_proj`.
-        assert len(targets) == config.num_layers * (len(names) + (name == "gpt-bigcode"))
+        # GPT-2 and GPTBigCode call two of them `c_proj`.
+        assert len(targets) == config.num_layers * (len(names) + ("c_proj" in names))
         assert model.max_adapter_bytes(3) == 3 * 4 * sum(map(sum, targets.values()))
 
 
