@@ -31,25 +31,6 @@ def test_reuses_blocks_without_a_hash_before_cached_ones() -> None:
     assert pool.get_cached_block(b"h") is cached
 
 
-def test_a_reused_block_is_not_found_by_its_old_hash() -> None:
-    pool = BlockPool(1, enable_caching=True)
-    (block,) = pool.get_new_blocks(1)
-    pool.cache_block(block, b"h")
-    pool.free_blocks([block])
-    pool.get_new_blocks(1)
-    assert pool.get_cached_block(b"h") is None
-
-
-def test_reset_is_refused_while_a_block_is_held() -> None:
-    pool = BlockPool(2, enable_caching=True)
-    (block,) = pool.get_new_blocks(1)
-    pool.cache_block(block, b"h")
-    assert not pool.reset_prefix_cache()
-    pool.free_blocks([block])
-    assert pool.reset_prefix_cache()
-    assert pool.num_cached_blocks == 0
-
-
 def test_freeing_twice_is_a_programming_error() -> None:
     pool = BlockPool(1, enable_caching=True)
     (block,) = pool.get_new_blocks(1)

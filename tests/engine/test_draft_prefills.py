@@ -4,7 +4,6 @@ import pytest
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.scheduler import PauseState
-from pdserve_engine.request.request import RequestStatus
 from pdserve_engine.request.sched_output import DraftPrefill, SchedulerOutput
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
@@ -71,19 +70,6 @@ def test_steps_that_compute_something_leave_the_rest_of_their_budget(
     assert engine.tokens("local") == expected([1] * 10, 9)
 
 
-def test_nothing_is_computed_of_those_that_have_no_blocks(
-    engine: Engine, consumer: ScriptedConsumer
-) -> None:
-    engine.add("a", PROMPT, kv_transfer_params=ON_D)
-    engine.run()
-    assert not engine.core.has_work()
-    claim(engine, consumer, "b")
-    engine.step()
-    engine.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
-    engine.run()
-    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) <= 16
-
-
 def test_nothing_is_computed_while_paused(engine: Engine, consumer: ScriptedConsumer) -> None:
     claim(engine, consumer)
     engine.step()
@@ -95,14 +81,6 @@ def test_nothing_is_computed_while_paused(engine: Engine, consumer: ScriptedCons
     engine.scheduler.pause_state = PauseState.UNPAUSED
     engine.run()
     assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 28
-
-
-def test_a_budget_smaller_than_a_block_is_no_work(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, max_num_batched_tokens=BLOCK_SIZE - 1, has_draft_model=True)
-    claim(engine, consumer)
-    engine.run()
-    assert not prefills(engine)
-    assert not engine.core.has_work()
 
 
 def test_blocks_that_others_needed_are_computed_again(consumer: ScriptedConsumer) -> None:
@@ -142,17 +120,6 @@ def test_a_step_that_finds_out_whose_fault_it_is_computes_nothing_else(
     assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 28
     for name in ("one", "other"):
         assert engine.tokens(name) == expected([1] * 4, 3)
-
-
-def test_without_a_draft_model_there_is_nothing(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer)
-    claim(engine, consumer)
-    engine.run()
-    assert not engine.core.has_work()
-    consumer.finish_load("a")
-    engine.run()
-    assert not prefills(engine)
-    assert not any(step.num_draft_tokens for step in engine.rank.steps)
 
 
 def test_drafts_are_asked_for_where_a_next_step_may_have_them(engine: Engine) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from pdserve_common.block_hash import extend_block_hashes
 from pdserve_common.engine_types import DraftStats, FinishReason
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.step_plan import DECODE, StepPlan
@@ -81,14 +80,6 @@ def test_tokens_count_up_to_the_first_that_differs_from_its_draft(index: int) ->
     engine.assert_idle()
 
 
-def test_a_request_has_no_more_drafts_than_tokens_left() -> None:
-    engine = make_engine()
-    engine.add("a", PROMPT, max_tokens=3)
-    engine.run()
-    assert [num_drafts(step) for step in steps_with_drafts(engine)] == [{"a": 1}]
-    assert engine.tokens("a") == expected(PROMPT, 3)
-
-
 def test_a_stop_in_mid_run_drops_what_follows() -> None:
     stop = expected(PROMPT, 3)[-1]
     engine = make_engine()
@@ -100,22 +91,6 @@ def test_a_stop_in_mid_run_drops_what_follows() -> None:
     assert engine.finish_reason("a") is FinishReason.STOP
     assert engine.outputs["a"][-1].finished
     engine.assert_idle()
-
-
-def test_kv_of_refused_drafts_is_never_found_by_others() -> None:
-    engine = make_engine(wrong_at(0))
-    engine.add("a", [5] * (2 * BLOCK_SIZE - 1), max_tokens=14)
-    known: list[bytes] = []
-    text = [5] * (2 * BLOCK_SIZE - 1)
-    text += expected(text, 14)
-    while engine.core.has_work():
-        engine.step()
-        for request in engine.scheduler.running:
-            extend_block_hashes(known, request.core_request, text, BLOCK_SIZE)
-    hashes = {block.block_hash for block in engine.pool.blocks if block.block_hash is not None}
-    assert hashes
-    assert hashes <= set(known)
-    assert len(hashes) == (len(text) - 1) // BLOCK_SIZE
 
 
 def test_drafts_give_way_before_anything_else_does() -> None:
@@ -224,15 +199,6 @@ def test_a_step_that_failed_leaves_no_trace_of_its_drafts() -> None:
     engine.run()
     for name in ("a", "b"):
         assert engine.tokens(name) == expected([ord(name)] * 6, 12)
-    engine.assert_idle()
-
-
-def test_an_abort_while_drafts_are_computed_gives_all_blocks_back() -> None:
-    engine = make_engine()
-    engine.add("a", PROMPT, max_tokens=12)
-    engine.core._take_aborts = lambda: ["a"] if steps_with_drafts(engine) else []
-    engine.run()
-    assert engine.finish_reason("a") is FinishReason.ABORT
     engine.assert_idle()
 
 

@@ -160,15 +160,6 @@ def test_nothing_is_shared_with_a_request_that_only_names_a_source(
     assert engine.tokens("1_r") == expected(prompt, 4)  # type: ignore[arg-type]
 
 
-def test_branches_without_room_wait_like_others() -> None:
-    engine = Engine(num_blocks=5, enable_caching=False)
-    names = add_branches(engine, 4)
-    engine.run()
-    for name in names:
-        assert engine.tokens(name) == expected(PROMPT, 4)
-    engine.assert_idle()
-
-
 @pytest.mark.parametrize(("num_blocks", "num_computed"), [(6, len(PROMPT) + 3), (7, 2 + 3)])
 def test_a_branch_shares_if_all_that_both_still_need_is_free(
     num_blocks: int, num_computed: int

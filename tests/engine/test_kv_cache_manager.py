@@ -41,22 +41,6 @@ def is_null(block_ids: tuple[list[int], ...]) -> list[str]:
     return ["".join(".x"[block_id != NULL] for block_id in ids) for ids in block_ids]
 
 
-@pytest.mark.parametrize("windows", [FULL, HYBRID])
-def test_allocation_grows_every_group_and_returns_what_it_added(windows: Windows) -> None:
-    manager = make_manager(windows)
-    request = held_request("a", list(range(20)))
-    first = manager.allocate_slots(request, 6)
-    assert manager.allocate_slots(request, 8) == tuple([] for _ in windows)
-    second = manager.allocate_slots(request, 13)
-    assert first is not None
-    assert second is not None
-    assert [len(ids) for ids in first] == [len(ids) for ids in second] == [2] * len(windows)
-    table = tuple(a + b for a, b in zip(first, second, strict=True))
-    assert manager.get_block_ids("a") == table
-    assert manager.num_blocks_of("a") == len({i for ids in table for i in ids}) == 4 * len(windows)
-    manager.check_integrity()
-
-
 def test_allocation_that_does_not_fit_changes_nothing() -> None:
     manager = make_manager(HYBRID, num_blocks=9)
     request = held_request("a", list(range(20)))
@@ -67,24 +51,6 @@ def test_allocation_that_does_not_fit_changes_nothing() -> None:
     assert manager.allocate_slots(request, 9) is None
     assert manager.get_block_ids("a") == before
     assert manager.block_pool.num_free_blocks == 1
-    manager.check_integrity()
-
-
-def test_sliding_groups_give_back_what_no_later_token_sees() -> None:
-    manager = make_manager(HYBRID)
-    request = held_request("a", list(range(20)))
-    assert manager.allocate_slots(request, 20)
-    manager.remove_skipped_blocks(request, 10)  # the token at 10 sees 3 to 10
-    assert is_null(manager.get_block_ids("a")) == ["xxxxx"] * 4
-    manager.remove_skipped_blocks(request, 11)  # 4 to 11
-    assert is_null(manager.get_block_ids("a")) == ["xxxxx", ".xxxx", ".xxxx", ".xxxx"]
-    manager.remove_skipped_blocks(request, 20)
-    assert is_null(manager.get_block_ids("a")) == ["xxxxx", "...xx", "...xx", "...xx"]
-    assert manager.num_blocks_of("a") == 11
-    assert manager.block_pool.num_free_blocks == 64 - 11
-    manager.check_integrity()
-    manager.free(request)
-    assert manager.block_pool.num_free_blocks == 64
     manager.check_integrity()
 
 
@@ -125,15 +91,6 @@ def test_a_request_fits_if_its_cached_blocks_are_counted_once() -> None:
     manager.free(donor)
     assert manager.can_allocate(16, computed), "the two are free now, and count as used"
     assert not manager.can_allocate(17, computed)
-
-
-def test_a_prefix_is_found_by_equal_tokens_and_equal_salt_only() -> None:
-    manager = make_manager(FULL)
-    run(manager, held_request("a", list(range(12)), cache_salt="s"), 12)
-    _, num_hit = manager.get_computed_blocks(held_request("b", list(range(12)), cache_salt="s"), 11)
-    assert num_hit == 8
-    _, num_hit = manager.get_computed_blocks(held_request("c", list(range(12)), cache_salt="t"), 11)
-    assert num_hit == 0
 
 
 def test_a_salt_cannot_be_taken_for_another_salt_and_adapter() -> None:
@@ -199,41 +156,6 @@ def test_tokens_from_a_remote_worker_get_blocks_only_where_the_next_token_sees_t
     manager.check_integrity()
 
 
-def test_remote_tokens_make_cached_blocks_before_their_window_unneeded() -> None:
-    manager = make_manager((None, 8))
-    donor = held_request("donor", list(range(8)))
-    run(manager, donor, 8)
-    manager.free(donor)
-    request = held_request("a", list(range(30)))
-    computed, num_hit = manager.get_computed_blocks(request, 30)
-    assert num_hit == 8
-    assert manager.allocate_slots(request, 30, computed, num_remote_tokens=30) is not None
-    assert is_null(manager.get_block_ids("a")) == ["xxxxxxxx", ".....xxx"]
-    manager.check_integrity()
-
-
-def test_a_fork_shares_full_blocks_and_outlives_its_source() -> None:
-    manager = make_manager(HYBRID)
-    source = held_request("a", list(range(30)))
-    run(manager, source, 30)
-    fork = held_request("b", list(range(30)))
-    assert manager.fork(source, fork, 30) == 28
-    shared = manager.get_block_ids("b")
-    assert is_null(shared) == ["xxxxxxx", ".....xx", ".....xx", ".....xx"]
-    assert [ids[-1] for ids in shared] == [ids[6] for ids in manager.get_block_ids("a")]
-    added = manager.allocate_slots(fork, 30)
-    assert added is not None
-    assert not {i for ids in added for i in ids} & {
-        i for ids in manager.get_block_ids("a") for i in ids
-    }, "the partial block is its own"
-    manager.check_integrity()
-    manager.free(source)
-    manager.check_integrity()
-    manager.free(fork)
-    manager.check_integrity()
-    assert manager.block_pool.num_free_blocks == 64
-
-
 @given(st.lists(st.integers(0, 6 * BLOCK_SIZE), max_size=4), st.integers(1, 7 * BLOCK_SIZE))
 def test_the_common_prefix_is_what_all_tables_begin_with(lengths: list[int], length: int) -> None:
     """Forks share blocks of their source; none is counted of one request alone."""
@@ -269,40 +191,6 @@ def test_a_fork_has_its_sources_blocks_forgotten() -> None:
     manager.forget_blocks(fork)
     assert manager.block_pool.num_cached_blocks == 0
     manager.check_integrity()
-
-
-def test_a_fork_shares_nothing_when_a_sliding_group_has_moved_on() -> None:
-    manager = make_manager((None, 8))
-    source = held_request("a", list(range(30)))
-    run(manager, source, 30)  # holds 23 on: block 5
-    assert manager.fork(source, held_request("b", list(range(30))), 27) == 0  # 24 sees 17 on
-    assert manager.fork(source, held_request("c", list(range(30))), 3) == 0
-    assert manager.num_blocks_of("b") == manager.num_blocks_of("c") == 0
-    manager.check_integrity()
-
-
-def test_taken_blocks_stay_held_until_their_ids_are_freed() -> None:
-    manager = make_manager(HYBRID)
-    request = held_request("a", list(range(30)))
-    run(manager, request, 30)
-    num_held = manager.num_blocks_of("a")
-    ids = [i for ids in manager.get_block_ids("a") for i in ids if i != NULL]
-    taken = manager.take(request)
-    assert sorted(block.block_id for block in taken) == sorted(ids)
-    assert manager.num_blocks_of("a") == 0
-    assert manager.block_pool.num_free_blocks == 64 - num_held
-    with pytest.raises(AssertionError, match="null"):
-        manager.free_block_ids([NULL])
-    manager.free_block_ids(ids)
-    assert manager.block_pool.num_free_blocks == 64
-    manager.check_integrity()
-
-
-def test_a_request_without_blocks_has_an_empty_table_per_group() -> None:
-    manager = make_manager(HYBRID)
-    assert manager.get_block_ids("nobody") == ([], [], [], [])
-    assert manager.num_blocks_of("nobody") == 0
-    manager.free(held_request("nobody", [1]))
 
 
 def test_integrity_finds_a_table_whose_block_nobody_holds() -> None:

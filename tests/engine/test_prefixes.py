@@ -237,14 +237,6 @@ def test_a_chat_is_never_computed_twice(pair: Pair) -> None:
     pair.check()
 
 
-def test_the_end_of_a_prompt_is_computed_though_d_has_it(pair: Pair) -> None:
-    pair.cache(PROMPT[: 8 * BLOCK_SIZE])
-    pair.ask("r0", PROMPT[: 8 * BLOCK_SIZE])
-    pair.settle()
-    assert pair.num_computed("r0") == BLOCK_SIZE
-    pair.check()
-
-
 def test_what_p_has_cached_is_not_read(pair: Pair) -> None:
     pair.cache(PROMPT)
     pair.p.add("first", PROMPT[: 4 * BLOCK_SIZE], kv_transfer_params=ON_P)
@@ -265,26 +257,6 @@ def test_d_sends_what_it_still_has(pair: Pair, num_cached: int, outcomes: dict[s
     assert pair.num_computed("r0") == len(PROMPT) - num_cached * BLOCK_SIZE
     assert pair.outcomes() == outcomes
     assert value(pair.d_metrics.sessions_ended.labels("fenced")) == 0
-    pair.check()
-
-
-def test_another_salt_has_other_blocks(pair: Pair) -> None:
-    pair.cache(PROMPT)
-    params = replace(ON_P, prefix_source=replace(SOURCE, num_tokens=len(PROMPT)))
-    pair.p.add("r0", PROMPT, kv_transfer_params=params, cache_salt="tenant")
-    pair.settle()
-    assert pair.outcomes() == {"not_cached": 8}
-    assert pair.num_computed("r0") == len(PROMPT)
-
-
-def test_a_link_may_come_up_later(pair: Pair) -> None:
-    pair.cache(PROMPT)
-    pair.cut()
-    pair.ask("r0", PROMPT)
-    pair.turn()
-    pair.connect()
-    pair.settle()
-    assert pair.outcomes() == {"pulled": 8}
     pair.check()
 
 

@@ -1,7 +1,5 @@
 """Routers' probes: a worker computes them at once, however full it is, and only few at a time."""
 
-import contextlib
-
 import pytest
 
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
@@ -47,26 +45,6 @@ def step_until_ended(engine: Engine, name: str, max_steps: int = NUM_STEPS) -> N
         if name not in engine.scheduler.requests:
             return
     raise AssertionError(f"{name} has not ended in {max_steps} steps")
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("mode", ["v1", "v0"])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_probe_runs_beside_a_full_batch(policy: str, mode: str, is_async: bool) -> None:
-    engine = Engine(
-        max_num_seqs=2, scheduling_policy=policy, scheduling_mode=mode, async_scheduling=is_async
-    )
-    with contextlib.closing(engine.core):
-        fill(engine)
-        running = list(engine.scheduler.running)
-        add_probe(engine, "probe")
-        step_until_ended(engine, "probe")
-        assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-        assert list(engine.scheduler.running) == running
-        engine.run()
-        for index in range(4):
-            assert engine.tokens(f"{index}") == expected([index] * 4, 40)
-        engine.assert_idle()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -4,9 +4,8 @@ from collections import deque
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason, KVTransferParams
+from pdserve_common.engine_types import KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
-from pdserve_engine.request.request import RequestStatus
 from support.clock import Clock
 from support.scripted_engine import ON_P, Engine, ScriptedProducer, check_places, expected
 
@@ -22,20 +21,6 @@ def producer() -> ScriptedProducer:
 
 def started(engine: Engine) -> list[str]:
     return [new.request_id for step in engine.rank.steps for new in step.scheduled_new_reqs]
-
-
-def test_a_request_holds_no_block_before_its_grant(producer: ScriptedProducer) -> None:
-    engine = Engine(producer=producer)
-    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
-    engine.run()
-    assert list(producer.asked) == ["a"]
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    producer.allow("a")
-    engine.run()
-    assert engine.tokens("a") == expected([1] * 10, 1)
-    producer.release("a")
-    engine.run()
-    engine.assert_idle()
 
 
 @pytest.mark.parametrize("num_steps_late", [0, 1, 3])
@@ -71,42 +56,6 @@ def test_only_the_next_requests_of_each_decode_worker_are_asked_for(
     engine.run()
     assert "e2" in producer.asked
     assert "d2" not in producer.asked
-
-
-def test_many_short_requests_are_asked_for_at_once(producer: ScriptedProducer) -> None:
-    engine = Engine(producer=producer, max_num_batched_tokens=16)
-    for i in range(8):
-        engine.add(f"d{i}", [1] * 2, kv_transfer_params=ON_P)
-    engine.run()
-    assert len(producer.asked) == 8
-
-
-def test_one_that_has_to_wait_is_overtaken(producer: ScriptedProducer) -> None:
-    engine = Engine(producer=producer)
-    for name in ("a", "b"):
-        engine.add(name, [ord(name)] * 10, kv_transfer_params=ON_P)
-    engine.run()
-    producer.allow("b")
-    engine.run()
-    assert started(engine) == ["b"]
-    producer.allow("a")
-    engine.run()
-    assert started(engine) == ["b", "a"]
-
-
-def test_a_revoked_grant_does_not_start(producer: ScriptedProducer) -> None:
-    engine = Engine(producer=producer)
-    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
-    engine.run()
-    producer.allow("a")
-    producer.forbid("a")
-    engine.run()
-    assert not started(engine)
-    assert len(engine.scheduler.waiting) == 0
-    producer.revoked.clear()
-    producer.allow("a")
-    engine.run()
-    assert engine.tokens("a") == expected([1] * 10, 1)
 
 
 def test_a_grant_revoked_behind_the_schedulers_back_does_not_start(
@@ -152,27 +101,6 @@ def test_a_cached_prefix_is_announced_before_anything_is_computed(
     engine.add("a", [1] * 16, kv_transfer_params=ON_P)
     engine.run()
     assert announced_at_first[0] == 12
-
-
-def test_the_fence_comes_before_the_blocks_are_free() -> None:
-    producer = ScriptedProducer()
-    engine = Engine(producer=producer, max_num_batched_tokens=4)
-    engine.add("a", [1] * 12, kv_transfer_params=ON_P)
-    while not engine.scheduler.running:
-        engine.step()
-    held_when_fenced = []
-    fence = producer.on_preempted
-    producer.on_preempted = lambda request: (  # type: ignore[method-assign]
-        held_when_fenced.append(engine.kv.num_blocks_of(request.request_id)),
-        fence(request),
-    )[1]
-    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
-    assert held_when_fenced == [1]
-    assert engine.scheduler.requests["a"].status is RequestStatus.PREEMPTED
-    producer.asked.clear()
-    engine.run()
-    assert list(producer.asked) == ["a"], "it needs a grant again"
-    assert engine.tokens("a") == expected([1] * 12, 1)
 
 
 def test_requests_sent_again_come_before_new_ones(producer: ScriptedProducer) -> None:
@@ -280,14 +208,6 @@ def test_what_is_cached_of_a_waiting_prompt_is_not_counted(producer: ScriptedPro
     assert load_of(engine) == (0, 0)
     producer.release("b")
     engine.run()
-    engine.assert_idle()
-
-
-def test_a_worker_without_a_connector_refuses_what_it_could_not_hand_over() -> None:
-    engine = Engine()
-    engine.add("a", [1] * 4, kv_transfer_params=ON_P)
-    engine.run()
-    assert engine.finish_reason("a") is FinishReason.ERROR
     engine.assert_idle()
 
 
@@ -425,20 +345,6 @@ def test_one_that_ends_holds_up_nobody(producer: ScriptedProducer, clock: Clock)
     producer.allow("b")
     engine.run()
     assert decode_queue_s(engine, "b") == 3
-
-
-def test_an_answer_that_comes_while_p_computes_ends_the_wait_for_d(
-    producer: ScriptedProducer, clock: Clock
-) -> None:
-    engine = Engine(clock=clock, producer=producer)
-    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
-    engine.run()
-    clock.now_s += 2
-    producer.allow("a")
-    clock.now_s += 3  # the rest of P's step
-    engine.run()
-    stats = engine.outputs["a"][0].prefill_stats
-    assert (decode_queue_s(engine, "a"), stats.queue_s) == (2, 5)
 
 
 def test_whoever_queues_behind_waits_for_p_while_d_only_takes_its_time_to_answer(

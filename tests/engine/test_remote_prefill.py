@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreOutput, FinishReason
+from pdserve_common.engine_types import EngineCoreOutput
 from pdserve_engine.core import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
@@ -71,14 +71,6 @@ def test_a_grant_leaves_the_watermark_free_unless_nothing_is_admitted(
     assert consumer.deferred == ["a"], "it would fit, and leave 7 blocks of 20"
     engine.run()
     assert "a" in consumer.loading, "alone it may have them"
-
-
-def test_one_grant_may_take_more_than_a_quarter(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=16)
-    add_ticket(engine, "a", 40)
-    consumer.claim("a")
-    engine.step()
-    assert "a" in consumer.loading
 
 
 def test_an_overdue_claim_is_not_overtaken(
@@ -211,19 +203,6 @@ def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(
     assert order == ["a", "b", "c"]
 
 
-def test_confirmed_blocks_are_shared_before_the_rest_is_here(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer)
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
-    engine.step()
-    assert engine.pool.num_cached_blocks == 0
-    consumer.confirm("a", 8)
-    engine.step()
-    assert engine.pool.num_cached_blocks == 2
-
-
 def lose_pull(consumer: ScriptedConsumer, **options: Any) -> tuple[Engine, EngineCoreOutput]:
     """Lose "a" of 16 tokens behind the 12th; return its output, which tells it."""
     engine = Engine(consumer=consumer, **options)
@@ -275,68 +254,6 @@ def test_d_tells_the_router_only_what_the_next_attempt_finds(
     computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert computed == 16 - told + 3
     assert told == 0
-
-
-def test_a_superseded_attempt_says_nothing_more() -> None:
-    engine = Engine()
-    engine.add("a", [1] * 6, max_tokens=8)
-    engine.step()
-    engine.step()
-    engine.outputs.clear()
-    delivered = tuple(expected([1] * 6, 2))
-    engine.add("a", [1] * 6, max_tokens=8, attempt=1, resume_output_token_ids=delivered)
-    engine.run()
-    assert {output.attempt for output in engine.outputs["a"]} == {1}
-    tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
-    assert [*delivered, *tokens] == expected([1] * 6, 8)
-    assert engine.outputs["a"][-1].finish_reason == FinishReason.LENGTH
-    engine.assert_idle()
-
-
-def test_a_resumed_request_is_pulled_with_what_was_generated_before(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer)
-    prompt = [3] * 6
-    delivered = tuple(expected(prompt, 3))
-    engine.add(
-        "a",
-        prompt,
-        max_tokens=8,
-        attempt=1,
-        resume_output_token_ids=delivered,
-        kv_transfer_params=ON_D,
-    )
-    consumer.claim("a")
-    engine.step()
-    assert consumer.loading["a"][1] == 9
-    consumer.finish_load("a")
-    engine.run()
-    tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
-    assert [*delivered, *tokens] == expected(prompt, 8)
-    assert engine.outputs["a"][0].first_token_index == 3
-    engine.assert_idle()
-
-
-def test_blocks_of_a_withdrawn_claim_come_back_but_for_those_being_read(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer)
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
-    engine.step()
-    consumer.give_back("a", is_reading=True)
-    engine.step()
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks - 4
-    consumer.claim("a")
-    engine.step()
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks - 8, "other blocks than those"
-    consumer.land("a")
-    engine.step()
-    consumer.finish_load("a")
-    engine.run()
-    assert engine.tokens("a") == expected([ord("a")] * 16, 4)
-    engine.assert_idle()
 
 
 def test_a_lost_claim_holds_up_nobody(

@@ -14,10 +14,8 @@ from pdserve_engine.request.request import Request, RequestStatus
 from support.scripted_engine import (
     MAX_MODEL_LEN,
     ON_D,
-    ON_P,
     Engine,
     ScriptedConsumer,
-    ScriptedProducer,
     expected,
 )
 
@@ -139,15 +137,6 @@ def test_trace_headers_come_back_with_the_end() -> None:
         *before, last = engine.outputs[name]
         assert last.trace_headers == {"t": name}
         assert not any(output.trace_headers for output in before)
-
-
-def test_a_handed_off_request_ends_with_the_params_its_decode_leg_needs() -> None:
-    engine = Engine(producer=ScriptedProducer())
-    engine.add("a", [1] * 10, kv_transfer_params=ON_P, trace_headers={"t": "a"})
-    engine.run()
-    (output,) = engine.outputs["a"]
-    assert output.kv_transfer_params == ON_P
-    assert output.trace_headers == {"t": "a"}
 
 
 def test_an_abort_that_comes_while_the_model_runs_keeps_the_steps_token_back() -> None:

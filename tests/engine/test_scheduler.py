@@ -4,7 +4,12 @@ import time
 
 import pytest
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, LogprobsLists
+from pdserve_common.engine_types import (
+    ErrorCode,
+    FinishReason,
+    KVTransferParams,
+    LogprobsLists,
+)
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.clock import Clock
@@ -32,15 +37,6 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     engine.assert_idle()
 
 
-def test_decodes_and_a_prefill_chunk_share_a_step() -> None:
-    engine = Engine(max_num_batched_tokens=8)
-    engine.add("a", [1, 2, 3], max_tokens=6)
-    engine.step()
-    engine.add("b", list(range(20)), max_tokens=2)
-    step = engine.step()
-    assert step.num_scheduled_tokens == {"a": 1, "b": 7}
-
-
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
     engine = Engine(max_num_batched_tokens=16, enable_chunked_prefill=False)
     engine.add("a", list(range(10)), max_tokens=3)
@@ -51,48 +47,29 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
     engine.assert_idle()
 
 
-def test_a_shared_prefix_is_computed_once() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "salts", "num_computed"),
+    [
+        (10, ("", ""), 2),
+        # The last token is computed, and with it its block.
+        (8, ("", ""), 4),
+        (8, ("one", "two"), 8),
+    ],
+)
+def test_a_shared_prefix_is_computed_once(
+    num_tokens: int, salts: tuple[str, str], num_computed: int
+) -> None:
     engine = Engine()
-    prompt = list(range(10))
-    engine.add("a", prompt)
-    engine.run()
-    engine.add("b", prompt)
-    assert engine.step().num_scheduled_tokens == {"b": 2}
-    engine.run()
+    prompt = list(range(num_tokens))
+    for name, salt in zip("ab", salts, strict=True):
+        engine.add(name, prompt, cache_salt=salt)
+        step = engine.step()
+        engine.run()
+    assert step.num_scheduled_tokens == {"b": num_computed}
     assert engine.tokens("a") == engine.tokens("b") == expected(prompt, 4)
     stats = engine.outputs["b"][0].prefill_stats
     assert stats is not None
-    assert stats.num_cached_tokens == 8
-
-
-def test_a_whole_cached_prompt_still_computes_its_last_block() -> None:
-    engine = Engine()
-    prompt = list(range(8))
-    engine.add("a", prompt)
-    engine.run()
-    engine.add("b", prompt)
-    assert engine.step().num_scheduled_tokens == {"b": 4}
-
-
-def test_cache_salt_keeps_tenants_apart() -> None:
-    engine = Engine()
-    prompt = list(range(8))
-    engine.add("a", prompt, cache_salt="one")
-    engine.run()
-    engine.add("b", prompt, cache_salt="two")
-    assert engine.step().num_scheduled_tokens == {"b": 8}
-
-
-def test_the_last_request_is_preempted_and_resumes_with_the_same_tokens() -> None:
-    engine = Engine(num_blocks=8, max_num_batched_tokens=64, enable_caching=False)
-    prompts = {"a": list(range(8)), "b": list(range(20, 28))}
-    for request_id, prompt in prompts.items():
-        engine.add(request_id, prompt, max_tokens=16)
-    engine.run()
-    assert engine.scheduler.num_preemptions > 0
-    for request_id, prompt in prompts.items():
-        assert engine.tokens(request_id) == expected(prompt, 16)
-    engine.assert_idle()
+    assert stats.num_cached_tokens == num_tokens - num_computed
 
 
 def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
@@ -107,15 +84,6 @@ def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
     assert set(finished) == {"early", "late"}
     preempted = set().union(*(step.preempted_req_ids for step in engine.rank.steps))
     assert preempted == {"late"}
-
-
-def test_max_num_seqs_bounds_the_batch() -> None:
-    engine = Engine(max_num_seqs=2)
-    for index in range(5):
-        engine.add(str(index), [index, 1], max_tokens=3)
-    while engine.core.has_work():
-        assert len(engine.step().num_scheduled_tokens) <= 2
-    engine.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -143,18 +111,6 @@ def test_a_request_stops_where_its_parameters_say(
     engine.run()
     assert engine.finish_reason("a") == reason
     assert engine.tokens("a") == expected([5, 6, 7], num_tokens)
-
-
-def test_abort_ends_a_request_wherever_it_is() -> None:
-    engine = Engine(max_num_seqs=1)
-    engine.add("running", [1, 2, 3], max_tokens=50)
-    engine.add("waiting", [4, 5, 6], max_tokens=50)
-    engine.step()
-    engine.core.abort_requests(["running", "waiting", "unknown"])
-    engine.run()
-    assert engine.finish_reason("running") == FinishReason.ABORT
-    assert engine.finish_reason("waiting") == FinishReason.ABORT
-    engine.assert_idle()
 
 
 def test_a_passed_deadline_ends_the_request_with_a_typed_error(clock: Clock) -> None:
@@ -226,15 +182,6 @@ def test_a_prefill_worker_stops_after_the_first_token_and_keeps_the_blocks_until
     engine.assert_idle()
 
 
-def test_aborting_a_handed_off_request_ends_its_session() -> None:
-    producer = ScriptedProducer()
-    engine = Engine(producer=producer)
-    engine.add("a", [1, 2, 3], kv_transfer_params=ON_P)
-    engine.run()
-    engine.core.abort_requests(["a"])
-    assert producer.aborted_sessions == ["a"]
-
-
 def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:
     producer = ScriptedProducer()
     engine = Engine(producer=producer)
@@ -245,15 +192,6 @@ def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:
     assert engine.finish_reason("a") == FinishReason.STOP
     assert engine.outputs["a"][-1].kv_transfer_params is None
     engine.assert_idle()
-
-
-def test_a_ticket_holds_no_blocks_until_it_is_announced() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    engine.add("a", list(range(10)), kv_transfer_params=ON_D)
-    engine.step()
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    assert not engine.core.has_work()
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 10])
@@ -281,57 +219,10 @@ def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_firs
     engine.assert_idle()
 
 
-def test_a_pull_skips_what_the_decode_worker_has_cached() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    prompt = list(range(10))
-    engine.add("a", prompt)
-    engine.run()
-    engine.add("b", prompt, kv_transfer_params=ON_D)
-    engine.step()
-    consumer.claim("b")
-    engine.step()
-    engine.step()
-    assert consumer.loading["b"][1] == 2
-    consumer.finish_load("b")
-    engine.step()
-    engine.run()
-    assert engine.tokens("b") == engine.tokens("a")
-    engine.assert_idle()
-
-
-def test_blocks_of_an_aborted_pull_come_back_only_when_its_read_has_landed() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    engine.add("a", list(range(10)), kv_transfer_params=ON_D)
-    engine.step()
-    consumer.claim("a")
-    engine.step()
-    engine.step()
-    engine.core.abort_requests(["a"])
-    engine.step()
-    assert engine.finish_reason("a") == FinishReason.ABORT
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks - 3
-    consumer.land("a")
-    engine.step()
-    engine.assert_idle()
-
-
-def test_a_failed_pull_ends_the_request_with_the_connectors_error() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    engine.add("a", list(range(10)), kv_transfer_params=ON_D)
-    engine.step()
-    error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone", is_retryable=True)
-    consumer.fail("a", error)
-    engine.step()
-    assert engine.outputs["a"][-1].error == error
-    engine.assert_idle()
-
-
-def test_a_worker_without_a_connector_refuses_a_handoff() -> None:
+@pytest.mark.parametrize("params", [ON_P, ON_D], ids=["P", "D"])
+def test_a_worker_without_a_connector_refuses_a_handoff(params: KVTransferParams) -> None:
     engine = Engine()
-    engine.add("a", [1, 2], kv_transfer_params=ON_D)
+    engine.add("a", [1, 2], kv_transfer_params=params)
     engine.step()
     assert engine.outputs["a"][-1].error.code == ErrorCode.INVALID_ARGUMENT
     engine.assert_idle()

@@ -92,15 +92,6 @@ def test_an_ack_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) 
     engine.assert_idle()
 
 
-def test_an_ack_that_comes_before_the_step_does_too(engine: Engine) -> None:
-    pull(engine)
-    consumer_of(engine).accept("a")
-    engine.run()
-    assert engine.tokens("a") == expected(PROMPT, 4)
-    assert engine.outputs["a"][0].first_token_index == 0, "P's token is repeated"
-    engine.assert_idle()
-
-
 def test_nobody_shares_its_blocks(engine: Engine) -> None:
     engine.add("fork", PROMPT, fork_of="a")
     engine.scheduler.finish_requests(["fork"], RequestStatus.FINISHED_ABORTED)
@@ -267,15 +258,6 @@ def test_the_first_step_of_a_lost_request_is_rolled_back(
     tokens = [token for output in engine.outputs["a"] for token in output.new_token_ids]
     assert first + tokens == expected(PROMPT, 4)
     engine.assert_idle()
-
-
-def test_the_others_of_its_step_go_on(engine: Engine) -> None:
-    engine.add("other", [1] * 4, max_tokens=8)
-    run_first_step(engine)
-    consumer_of(engine).lose("a")
-    engine.run()
-    assert engine.tokens("other") == expected([1] * 4, 8)
-    assert "a" not in engine.rank.tokens, "the model forgets it"
 
 
 def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) -> None:

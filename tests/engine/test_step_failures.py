@@ -61,21 +61,6 @@ def test_a_request_that_turns_bad_in_mid_answer_keeps_the_tokens_it_had() -> Non
     engine.assert_idle()
 
 
-def test_a_passing_fault_costs_nothing_but_time() -> None:
-    engine = Engine()
-    for name in ("a", "b"):
-        engine.add(name, [ord(name)] * 6, max_tokens=8)
-    engine.step()
-    fail_on(engine, "a", "b")
-    engine.step()
-    assert not any(r.num_in_flight_tokens for r in engine.scheduler.requests.values())
-    engine.rank.on_step = lambda step: None
-    engine.run()
-    for name in ("a", "b"):
-        assert engine.tokens(name) == expected([ord(name)] * 6, 8)
-    engine.assert_idle()
-
-
 def test_an_engine_whose_every_step_fails_dies() -> None:
     engine = Engine()
     for index in range(2 * MAX_FAILURES_IN_A_ROW):
@@ -154,16 +139,6 @@ def test_a_suspect_that_ends_while_it_is_tried_leaves_the_others_suspects() -> N
     fail_in_flight(engine)
     assert fail_in_flight(engine, "a") == {"a"}
     assert engine.scheduler.schedule().num_scheduled_tokens.keys() == {"b"}
-
-
-def test_the_last_one_left_of_a_failed_step_is_tried_alone() -> None:
-    engine = Engine()
-    for name in ("a", "b"):
-        engine.add(name, [ord(name)] * 4)
-    assert fail_in_flight(engine, "a") == {"a", "b"}
-    engine.run()
-    assert engine.tokens("b") == expected([ord("b")] * 4, 4)
-    engine.assert_idle()
 
 
 def fail_in_flight(engine: Engine, *aborted: str) -> set[str]:
@@ -292,18 +267,6 @@ def test_a_fork_with_nan_logits_takes_its_sources_blocks_from_the_cache() -> Non
     assert engine.step().num_scheduled_tokens["b"] == len(prompt), "nothing is of use to it"
     engine.run()
     assert engine.tokens("b") == expected(prompt, 4)
-    engine.assert_idle()
-
-
-def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
-    engine = Engine()
-    for name in ("a", "b"):
-        engine.add(name, [ord(name)] * 6)
-    error = RequestFailedError("logits processor 'x' raised ValueError('y')").to_engine_error()
-    engine.rank.errors["a"] = error
-    engine.run()
-    assert engine.outputs["a"][-1].error == error
-    assert engine.tokens("b") == expected([ord("b")] * 6, 4)
     engine.assert_idle()
 
 

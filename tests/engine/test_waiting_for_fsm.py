@@ -167,33 +167,6 @@ def test_one_that_ends_meanwhile_is_forgotten(
     engine.assert_idle()
 
 
-def test_a_later_attempt_takes_over(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
-) -> None:
-    engine = make_engine()
-    add(engine, "a")
-    add(engine, "a", attempt=1)
-    check_places(engine.scheduler)
-    compiler.finish("a")
-    engine.run()
-    assert engine.tokens("a") == expected(PROMPT, 4)
-    engine.assert_idle()
-
-
-def test_forks_share_their_source(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
-) -> None:
-    engine = make_engine()
-    add(engine, "a")
-    add(engine, "b", "a", fork_of="a")
-    engine.run()
-    compiler.finish("a")
-    engine.run()
-    for name in "ab":
-        assert engine.tokens(name) == expected(PROMPT, 4)
-    engine.assert_idle()
-
-
 # ---- P and D
 
 
@@ -236,22 +209,6 @@ def test_what_has_landed_on_d_waits_for_the_grammar(
         engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert sum(step.total_num_scheduled_tokens for step in engine.rank.steps) == 3
-    engine.assert_idle()
-
-
-def test_a_grammar_that_is_there_before_the_blocks_holds_up_nothing(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, consumer: ScriptedConsumer
-) -> None:
-    engine = make_engine()
-    add(engine, "a", kv_transfer_params=ON_D)
-    consumer.claim("a")
-    engine.step()
-    compiler.finish("a")
-    engine.step()
-    consumer.land_all("a")
-    consumer.accept("a")
-    engine.run()
-    assert engine.tokens("a") == expected(PROMPT, 4)
     engine.assert_idle()
 
 
@@ -352,23 +309,6 @@ def test_a_prompt_whose_mask_is_late_is_not_computed_again(
     assert engine.tokens("a") == expected(PROMPT, 4)
     num_tokens = [step.total_num_scheduled_tokens for step in engine.rank.steps]
     assert [n for n in num_tokens if n] == [15, 1, 1, 1, 1, 1]
-    engine.assert_idle()
-
-
-def test_a_late_first_step_on_d_is_taken_again(
-    make_engine: Callable[..., Engine], consumer: ScriptedConsumer
-) -> None:
-    engine = make_engine()
-    tries = iter([True, False])
-    engine.rank.is_late = lambda request_id, num_tokens: next(tries, False)
-    engine.add("a", PROMPT, kv_transfer_params=ON_D)
-    consumer.claim("a")
-    engine.step()
-    consumer.land_all("a")
-    engine.run()
-    consumer.accept("a")
-    engine.run()
-    assert engine.tokens("a") == expected(PROMPT, 4)
     engine.assert_idle()
 
 

@@ -48,18 +48,6 @@ def test_a_prefill_is_handed_over_while_it_runs(pair: Any) -> None:
     pair.check_baseline()
 
 
-def test_a_prompt_that_d_has_cached_whole_moves_no_block(pair: Any) -> None:
-    pair.connect()
-    pair.num_cached_tokens = 32
-    request = pair.ticket(num_tokens=32)
-    pair.prefill(num_tokens=32)
-    finished = pair.wait_for(PullFinished)
-    assert finished.stats.num_reads == 0
-    assert pair.wait_for(BlocksLanded).output_token_ids == (77,)
-    pair.end_d(request)
-    pair.check_baseline()
-
-
 @pytest.mark.parametrize("fault", ["error", "stall"])
 def test_a_read_that_fails_is_a_loss_of_its_request(pair: Any, fault: str) -> None:
     pair.connect()
@@ -123,15 +111,6 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
     pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
     pair.end_d(request)
     pair.check_baseline()
-
-
-def test_a_tick_that_comes_late_blames_no_peer(pair: Any) -> None:
-    pair.connect()
-    pair.now += 60  # our own process was stopped
-    pair.p.on_tick()
-    pair.d.on_tick()
-    assert not pair.to_d.closed_because
-    assert not pair.to_p.closed_because
 
 
 @pytest.mark.parametrize("kind", ["local"])

@@ -234,18 +234,6 @@ def test_reads_that_land_out_of_order_are_released_without_a_hole(world: World) 
     world.end(request)
 
 
-def test_what_is_cached_is_not_read(world: World) -> None:
-    request, session = world.granted(num_cached=32)
-    world.say(ready(session, 2, 7), done(session))
-    table = world.d_tables[request][0]
-    ((_, remote, local, *_),) = world.transport.held
-    assert (remote, local) == ((7,), (table[2],))
-    world.transport.land()
-    world.say(ack(session, 3))
-    assert world.told()[-1].stats.num_blocks == 1
-    world.end(request)
-
-
 def test_a_chunk_that_no_window_needs_is_released_unread() -> None:
     world = World(replace(SPEC, groups=group_layers([16, 16])))
     with contextlib.closing(world):
@@ -259,19 +247,6 @@ def test_a_chunk_that_no_window_needs_is_released_unread() -> None:
         world.say(ack(session, 3))
         assert world.told(PullFinished)
         world.end(request)
-
-
-def test_a_release_may_be_confirmed_in_parts(world: World) -> None:
-    request, session = world.pulling()
-    world.transport.land(1)
-    world.transport.land(0)
-    world.say(ack(session, 1))
-    world.pass_time(ACK_TIMEOUT_S - 1)
-    world.say(ack(session, 2))
-    assert world.told() == [BlocksConfirmed(request, 16), BlocksConfirmed(request, 32)]
-    world.pass_time(2 * ACK_TIMEOUT_S)
-    assert world.told() == [], "no answer is owed"
-    world.end(request)
 
 
 def test_stats_say_what_the_prefill_did_not_hide(world: World) -> None:
@@ -348,18 +323,6 @@ def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.M
     assert world.gauge("sessions", "early") == 0
 
 
-@pytest.mark.parametrize("reason", ["preempted", "aborted", "error"])
-def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> None:
-    session = world.session()
-    world.say(ask(session), ended(session, reason))
-    world.d.check_idle()
-    request = world.ticket()
-    assert world.told() == []
-    world.say(ask(world.session()))
-    assert world.told() == [BlocksClaimed(request, 0.0)]
-    world.end(request)
-
-
 def test_a_claim_for_a_request_that_is_over_is_refused_at_once(world: World) -> None:
     request = world.ticket()
     world.end(request)
@@ -386,16 +349,6 @@ def test_the_youngest_grant_without_an_announcement_is_taken_back(world: World) 
     for request in (first, second):
         world.end_d(request)
     world.end(third)
-
-
-def test_a_grant_answers_only_a_claim_that_the_scheduler_knows(world: World) -> None:
-    """The claim it has in hand was withdrawn, another one is on its way to it."""
-    request, session = world.claimed()
-    world.say(ended(session, "preempted"), ask(world.session()))
-    assert not world.reserve(request)
-    assert world.told() == [BlocksReturned(request, frozenset()), BlocksClaimed(request, 0.0)]
-    assert world.reserve(request)
-    world.end(request)
 
 
 @pytest.mark.parametrize("is_landed", [False, True])
@@ -612,17 +565,6 @@ def test_a_read_that_cannot_be_posted_loses_the_pull(
     world.say(ready(session, 0, 5))
     assert world.lost(request).message == "no connection to p0"
     assert world.end_d(request) == frozenset(), "nothing was posted"
-    world.end(request)
-
-
-def test_checksums_that_agree_change_nothing(world: World) -> None:
-    request, session = world.granted()
-    sums = world.p_pool.block_checksums([5, 9, 2])
-    world.say(ready(session, 0, 5, 9, 2, checksums=(sums,)), done(session))
-    world.transport.land()
-    world.say(ack(session, 3))
-    assert world.told(PullFinished)
-    assert world.gauge("checksum_mismatches") == 0
     world.end(request)
 
 

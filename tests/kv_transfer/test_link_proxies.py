@@ -124,14 +124,6 @@ def test_a_lost_link_ends_its_sessions(split: Any) -> None:
     split.check_baseline()
 
 
-def test_a_new_link_replaces_the_old_one(split: Any) -> None:
-    split.connect()
-    old = split.to_d
-    split.connect()
-    assert old.closed_because == "replaced"
-    assert not split.to_d.closed_because
-
-
 def test_messages_of_links_that_are_gone_are_ignored(split: Any) -> None:
     split.connect()
     p_link, d_link = split.p_link, split.d_link
@@ -148,13 +140,6 @@ def test_ticks_send_heartbeats_through(split: Any) -> None:
     split.connect()
     split.p.on_tick()
     assert split.to_d.messages.pop() == KVLinkHeartbeat(step_seq=7)
-
-
-def test_a_link_that_cannot_be_had_fails_who_waits(split: Any) -> None:
-    request = split.ticket()
-    split.d.link_failed("p0", "refused")
-    assert split.wait_for(PullLost).lost.message == "no link to p0: refused"
-    split.end_d(request)
 
 
 def test_an_engine_process_that_dies_ends_the_streams(split: Any) -> None:

@@ -223,44 +223,6 @@ def test_the_last_chunk_is_announced_with_the_tail(world: World) -> None:
             assert isinstance(ended, SessionEnded)
 
 
-def test_what_d_has_cached_is_neither_announced_nor_kept(world: World) -> None:
-    request, session = world.granted(first_block=1)
-    assert world.start(request)
-    (table,) = world.p_tables[request]
-    world.compute(request, 16)
-    assert world.heard() == []
-    world.compute(request, 32)
-    kept = world.end_p(request)
-    first, last, _ = world.heard()
-    assert (first.first_block, first.block_ids) == (1, ((table[1],),))
-    assert (last.first_block, last.block_ids) == (2, ((table[2],),))
-    assert kept == set(table[1:3])
-    world.say(Release(session=session, through_block=3))
-    world.check_baseline()
-
-
-def test_released_blocks_are_not_kept(world: World) -> None:
-    request, session = world.sending()
-    (table,) = world.p_tables[request]
-    world.say(Release(session=session, through_block=1))
-    assert world.take_p_events() == [], "they are the request's own"
-    assert world.end_p(request) == set(table[1:3])
-    world.say(Release(session=session, through_block=3))
-    assert world.take_p_events() == [BlocksFreed(tuple(table[1:3]))]
-    world.check_baseline()
-
-
-def test_a_resumed_request_hands_over_its_earlier_tokens_too(world: World) -> None:
-    request, session = world.granted(num_tokens=20, attempt=1, resume_output_token_ids=(5, 6, 7))
-    assert world.start(request)
-    world.end_p(request)
-    ready, done = world.heard()
-    assert len(ready.block_ids[0]) == 2
-    assert done == PrefillDone(
-        session=session, num_tokens=23, output_token_ids=(77,), timeout_s=30.0
-    )
-
-
 def test_of_a_sliding_group_only_the_last_window_is_kept(make_world: Callable[..., World]) -> None:
     groups = group_layers([20, 20, None, 20, 20, None])
     world = make_world(spec=replace(SPEC, groups=groups))
@@ -358,22 +320,6 @@ def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> 
     assert world.end_p(stale, RequestStatus.FINISHED_ABORTED) == frozenset()
 
 
-def test_a_preempted_request_gets_a_new_session(world: World) -> None:
-    request, old = world.sending()
-    world.heard()
-    world.preempt(request)
-    assert world.heard() == [ended(old, "preempted")]
-    world.preempt(request)
-    assert world.heard() == [], "it has no session now"
-    world.p.ask(request)
-    (again,) = world.heard()
-    assert again.session.seq > old.seq
-    world.say(Release(session=old, through_block=1))
-    assert acks(world.heard()) == [False]
-    world.say(Granted(session=again.session, first_block=0))
-    assert world.start(request)
-
-
 @pytest.mark.parametrize(
     ("status", "error", "reason"),
     [
@@ -407,37 +353,6 @@ def test_an_end_that_cannot_be_told_is_forgotten(world: World) -> None:
     world.pass_time(31)
     wire, _ = world.connect()
     assert not wire.messages
-
-
-def test_a_later_attempt_supersedes_a_session_that_was_handed_off(world: World) -> None:
-    _, old = world.handed_off()
-    world.ask(attempt=1)
-    first, grant_request = world.heard()
-    assert first == ended(old, "superseded")
-    assert grant_request.attempt == 1
-    assert len(world.take_p_events()) == 1
-    assert len(world.p_blocks.free) == 64
-
-
-def test_the_end_of_an_earlier_attempt_leaves_the_later_one_alone(world: World) -> None:
-    old, _ = world.asked()
-    world.ask(attempt=1)
-    world.heard()
-    assert not world.start(old)
-    world.end_p(old, RequestStatus.FINISHED_ABORTED)
-    assert world.num_sessions(State.ASKING) == 1
-    assert all(message.attempt == 0 for message in world.heard())
-
-
-def test_aborts_reach_only_sessions_that_were_handed_off(world: World) -> None:
-    request, _ = world.sending()
-    world.p.abort_session("nobody")
-    world.p.abort_session("r0")
-    assert world.num_sessions(State.SENDING) == 1
-    world.end_p(request)
-    world.p.abort_session("r0")
-    assert world.num_ended("aborted") == 1
-    world.check_baseline()
 
 
 def test_a_d_that_is_gone_for_long_has_no_series(

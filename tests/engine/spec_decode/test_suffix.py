@@ -36,18 +36,6 @@ def longest_match(tokens: list[int]) -> int:
     return max(lengths)
 
 
-def test_a_text_goes_on_as_it_did_behind_its_longest_suffix() -> None:
-    text = text_of([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
-    assert list(text.continuation(2)) == [4, 9]
-    text.extend([4])
-    assert list(text.continuation(3)) == [9, 2, 3]
-
-
-def test_a_text_that_never_was_there_has_no_continuation() -> None:
-    for tokens in ([], [1], [1, 2, 3, 4]):
-        assert not text_of(tokens).continuation(4)
-
-
 def test_a_repeated_end_is_repeated_as_often_as_there_is_room() -> None:
     assert list(text_of([7, 1, 2, 1, 2]).continuation(5)) == [1, 2, 1, 2, 1]
 
