@@ -27,7 +27,7 @@ from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
-from support.fake_worker import MODEL, FakeWorker, Running, decode, hang
+from support.fake_worker import MODEL, FakeWorker, Running, decode, hang, no_wait
 from support.metrics import value
 from support.router_stack import TIMINGS
 from support.waiting import until
@@ -936,14 +936,17 @@ class Life:
         await until(lambda: worker.num_heartbeats > num_heartbeats + 2)
 
     async def be_held_in_vain(self) -> None:
-        """The stream breaks, and there is no next one in time."""
+        """The stream breaks, and so does each that follows, until the wait is over."""
+
+        async def fail() -> None:
+            raise ConnectionError
+
         worker = self.link.worker
         await self.put("long-a", "long-b")
-        may_answer = asyncio.Event()
-        worker.before_welcome = may_answer.wait
+        worker.before_welcome = fail
         worker.cut()
         await self.ended("long-a", "long-b")
-        may_answer.set()
+        worker.before_welcome = no_wait
 
 
 async def check_defect(
