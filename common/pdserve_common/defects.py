@@ -133,16 +133,23 @@ def keep_running(
     of which `on_defect` is told, anew.
     """
 
+    def told(running: "asyncio.Task[None]") -> None:
+        error = None if running.cancelled() else running.exception()
+        if error is not None:
+            record(loop, error, costs)
+            with contained(loop, f"word of a defect that costs {costs}"):
+                on_defect(error)
+
     async def keep() -> None:
         while True:
+            # A task of its own: a defect in the place of its cancellation must not keep this one.
+            running = asyncio.create_task(run(), name=name)
+            running.add_done_callback(told)
             try:
-                await run()
-            except _INTENDED:
-                raise
-            except BaseException as error:  # as in `contained`: the loop goes on
-                record(loop, error, costs)
-                with contained(loop, f"word of a defect that costs {costs}"):
-                    on_defect(error)
+                await asyncio.wait([running])
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
             await asyncio.sleep(pause_s)
 
     return asyncio.create_task(keep(), name=name)

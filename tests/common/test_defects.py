@@ -71,6 +71,28 @@ async def test_what_is_called_again_and_again_is_called_after_a_defect(num_befor
     assert value(DEFECTS, "workers") >= num_before + 2
 
 
+async def test_what_is_kept_running_begins_anew_until_it_is_cancelled(num_before: float) -> None:
+    told: list[BaseException] = []
+    is_running = asyncio.Event()
+
+    async def run() -> None:
+        if len(told) < 2:
+            raise RuntimeError("a defect")
+        is_running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("a defect in the place of the cancellation")
+
+    task = defects.keep_running("workers", run, costs="a run", pause_s=0.0, on_defect=told.append)
+    await asyncio.wait_for(is_running.wait(), 60)
+    task.cancel()
+    await asyncio.wait([task], timeout=60)
+    assert task.done()
+    assert len(told) == 3
+    assert value(DEFECTS, "workers") == num_before + 3
+
+
 async def test_an_event_loop_counts_its_callbacks_and_no_broken_connections() -> None:
     loop = asyncio.get_running_loop()
     defects.watch_event_loop(loop)

@@ -1,13 +1,14 @@
 import asyncio
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common import wire
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
+from pdserve_common.defects import DEFECTS, watch_event_loop
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -17,13 +18,17 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
-from pdserve_router.workers.attach_client import LinkLostError, LinkTimings
-from pdserve_router.workers.listeners import TokenCallback, no_token
+from pdserve_router.workers.attach_client import AttachStream, LinkLostError, LinkTimings
+from pdserve_router.workers.kv_cache_follower import KVCacheFollower
+from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
-from support.fake_worker import MODEL, FakeWorker, hang
+from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
+from support.fake_worker import MODEL, FakeWorker, Running, decode, hang, no_wait
+from support.metrics import value
 from support.router_stack import TIMINGS
 from support.waiting import until
 
@@ -787,3 +792,190 @@ def test_a_worker_that_requests_wait_for_is_tried_more_often() -> None:
     assert client._next_backoff_s == 2.0
     client.state = WorkerState.REATTACHING
     assert client._next_backoff_s == 0.5
+
+
+# Defects
+
+
+ENDS = (
+    *call_sites(
+        WorkerClient,
+        "_end_hold",
+        "_release_hold",
+        "_lost",
+        "_fail_all",
+        "_end_as_lost",
+        "_end_with",
+    ),
+    *call_sites(Listeners, "dispatch", "forget", "attempts", "attempt_of"),
+    *call_sites(KVCacheFollower, "on_lost"),
+)
+HANDLERS = (
+    *ENDS,
+    *call_sites(
+        WorkerClient,
+        "_run",
+        "_serve_stream",
+        "_hello",
+        "_send",
+        "_abort_there",
+        "_ask_for_kv_cache",
+        "_on_response",
+        "_is_new_frame",
+        "_on_welcome",
+        "_adopt",
+        "_on_tokens",
+        "_on_outputs",
+        "_on_heartbeat",
+        "_on_adapters",
+        "_on_draining",
+        "_set_state",
+        "_broken",
+        "_hold",
+        "_hold_s",
+    ),
+    *call_sites(AttachStream, "send", "serve", "_stamped", "_read", "_tick"),
+    # Those that follow are of streams that the router ends: nobody is left that they could concern.
+    *call_sites(AttachStream, "_write")[:6],
+    *call_sites(Listeners, "dispatch_tokens"),
+    *call_sites(KVCacheFollower, "on_stream", "apply", "_on_gap"),
+)
+
+
+def is_long(running: Running) -> bool:
+    return running.request.request_id.startswith("long")
+
+
+class Life:
+    """Requests of a worker, each put as soon as it is ready to take them, and their ends."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.link.worker.heartbeat_s = link.timings.heartbeat_s
+        self.link.worker.behave = lambda running: (hang if is_long(running) else decode)(running)
+        self.ends: dict[str, list[EngineError | None]] = {}
+        # Whoever sent them knows of the defect.
+        self.num_refused = 0
+
+    async def put(self, *request_ids: str, takes_tokens: bool = False) -> None:
+        for request_id in request_ids:
+            await self.link.ready()
+            self._put(request_id, takes_tokens)
+
+    def _put(self, request_id: str, takes_tokens: bool) -> None:
+        ends = self.ends[request_id] = []
+
+        def on_output(output: EngineCoreOutput) -> None:
+            if output.finished:
+                ends.append(output.error)
+
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=(5,),
+            sampling_params=SamplingParams(max_tokens=5),
+        )
+        try:
+            self.link.client.add_request(
+                request,
+                on_output,
+                lambda: ends.append(None),
+                take_token=lambda *token: takes_tokens,
+            )
+        except UnexpectedError:
+            ends.append(None)
+            self.num_refused += 1
+
+    async def ended(self, *request_ids: str) -> None:
+        await until(lambda: all(self.ends[name] for name in request_ids), f"ends of {request_ids}")
+
+    async def become(self, state: WorkerState) -> None:
+        await until(lambda: self.link.client.state is state, state.value)
+
+    async def see_everything(self) -> None:
+        """All that a worker may say, and each end that a stream may have."""
+        worker = self.link.worker
+        await self.put("short", "long-silent", "long-forgotten", "long")
+        await self.put("short-columns", takes_tokens=True)
+        await self.ended("short", "short-columns")
+        for seq in (1, 2, 4):  # one is missing
+            worker.links[-1].tell_cached(
+                KVCacheEvents(seq=seq, all_blocks_cleared=seq == 1, blocks_stored=(seq,))
+            )
+            await self._hear()
+        worker.links[-1].say(finished_requests=frozenset({"long-silent"}))
+        worker.adapters = LoRAAdapters(adapters=(), version=worker.info.adapters_version + 1)
+        await self._hear()
+        worker.is_paused = True
+        await self.become(WorkerState.PAUSED)
+        worker.is_paused = False
+        await self.link.ready()
+        may_answer = asyncio.Event()
+        worker.before_welcome = may_answer.wait
+        num_hellos = len(worker.hellos)
+        worker.cut()
+        await until(lambda: len(worker.hellos) > num_hellos)
+        worker.abort("long-forgotten")
+        may_answer.set()
+        await self.link.ready()
+        error = EngineError(code=ErrorCode.ENGINE_DEAD, message="on purpose")
+        worker.links[-1].say(engine_dead=error)
+        await self.ended("long")
+        await self.put("long-draining")
+        worker.is_draining = True
+        await self.become(WorkerState.DRAINING)
+        await worker.stop()
+        await self.ended(*self.ends)
+        worker.is_draining = False
+        worker.info = dataclasses.replace(worker.info, epoch="1" * 32)
+        await worker.start()
+
+    async def _hear(self) -> None:
+        """Whatever the worker has said before, the client has heard."""
+        worker = self.link.worker
+        num_heartbeats = worker.num_heartbeats
+        await until(lambda: worker.num_heartbeats > num_heartbeats + 2)
+
+    async def be_held_in_vain(self) -> None:
+        """The stream breaks, and so does each that follows, until the wait is over."""
+
+        async def fail() -> None:
+            raise ConnectionError
+
+        worker = self.link.worker
+        await self.put("long-a", "long-b")
+        worker.before_welcome = fail
+        worker.cut()
+        await self.ended("long-a", "long-b")
+        worker.before_welcome = no_wait
+
+
+async def check_defect(
+    site: CallSite, live: Callable[[Life], Awaitable[None]], *, dead_after_s: float
+) -> None:
+    timings = LinkTimings(
+        heartbeat_s=0.02, dead_after_s=dead_after_s, min_backoff_s=0.01, max_backoff_s=0.02
+    )
+    watch_event_loop(asyncio.get_running_loop())
+    num_defects = value(DEFECTS)
+    with fault_at(site) as fault:
+        async with Link(timings=timings) as link:
+            life = Life(link)
+            await live(life)
+            await life.put("last")
+            await life.ended("last")
+    assert {name: len(ends) for name, ends in life.ends.items()} == dict.fromkeys(life.ends, 1)
+    assert life.ends["last"] == [None]
+    assert link.client.num_in_flight == 0
+    assert value(DEFECTS) == num_defects + fault.has_raised - life.num_refused
+
+
+@each_site(HANDLERS, "_on_response", "_on_outputs", "_on_heartbeat", "_lost", "dispatch")
+async def test_a_defect_at_any_call_ends_each_request_once_and_the_worker_is_used_again(
+    site: CallSite,
+) -> None:
+    await check_defect(site, Life.see_everything, dead_after_s=20.0)
+
+
+@each_site(ENDS, "_lost", "_end_hold")
+async def test_a_defect_at_any_call_as_a_wait_ends_leaves_nobody_waiting(site: CallSite) -> None:
+    await check_defect(site, Life.be_held_in_vain, dead_after_s=0.2)

@@ -8,13 +8,16 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from support.samples import sampled
+
 _RAISE = "_raise_at_site"
 # Their work is to contain what others raise.
-_TRUSTED = ("defects.", "logger.", "isinstance(", "super(")
+_TRUSTED = ("defects.", "logger.", "isinstance(", "super(", "rpc_errors(")
 
 
 class UnexpectedError(Exception):
@@ -23,15 +26,15 @@ class UnexpectedError(Exception):
 
 @dataclass(frozen=True)
 class CallSite:
-    """A call in the source of a method, by its number there."""
+    """A call in the source of a method or of a module's function, by its number there."""
 
-    owner: type
+    owner: type | ModuleType
     method: str
     number: int
     text: str
 
     def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.method}:{self.number}:{self.text}"
+        return f"{self.owner.__name__.rpartition('.')[2]}.{self.method}:{self.number}:{self.text}"
 
 
 class _Numbering(ast.NodeTransformer):
@@ -64,8 +67,10 @@ def _numbered(function: Any) -> tuple[ast.Module, list[str]]:
     return ast.fix_missing_locations(tree), numbering.texts
 
 
-def call_sites(owner: type, *methods: str) -> list[CallSite]:
-    """Return the calls that these methods make, but for builtins and what contains defects."""
+def call_sites(owner: type | ModuleType, *methods: str) -> list[CallSite]:
+    """Return the calls that these methods or functions make, but for builtins and what contains
+    defects.
+    """
     return [
         CallSite(owner, method, number, text)
         for method in methods
@@ -107,6 +112,10 @@ def fault_at(site: CallSite) -> Iterator[Fault]:
             del scope[_RAISE]
 
 
-def each_site(sites: Sequence[CallSite]) -> Any:
-    """Parametrize a test with `site`."""
-    return pytest.mark.parametrize("site", sites, ids=str)
+def each_site(sites: Sequence[CallSite], *kept: str) -> Any:
+    """Parametrize a test with `site`. If there are methods that are `kept`, the sites of others are
+    marked `soak`.
+    """
+    methods = kept or [site.method for site in sites]
+    cases = sampled(sites, *(site for site in sites if site.method in methods))
+    return pytest.mark.parametrize("site", cases, ids=str)

@@ -28,6 +28,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.pooling_params import GENERATE
 from pdserve_common.rpc import rpc_errors, server_options
@@ -145,6 +146,7 @@ class Link:
         self.handles: dict[tuple[str, int], int] = {}
         self._pending: list[EngineCoreOutput] = []
         self._rest: dict[str, Any] = {}
+        self._kv_cache_events: KVCacheEvents | None = None
         self._event = asyncio.Event()
 
     def emit(self, output: EngineCoreOutput) -> None:
@@ -156,6 +158,11 @@ class Link:
         self._rest.update(fields)
         self._event.set()
 
+    def tell_cached(self, events: KVCacheEvents) -> None:
+        """Send what has changed in its cache."""
+        self._kv_cache_events = events
+        self._event.set()
+
     def outputs(self) -> list[EngineCoreOutput]:
         """All outputs so far."""
         sent = (wire.engine_core_outputs_from_proto(frame.outputs) for frame in self.frames)
@@ -165,6 +172,9 @@ class Link:
         step = await self._next_step()
         outputs = wire.engine_core_outputs_to_proto(step, handles=self.handles)
         frame = pb2.AttachResponse(outputs=outputs, frame_seq=len(self.frames) + 1)
+        if self._kv_cache_events is not None:
+            frame.kv_cache_events.CopyFrom(wire.to_proto(self._kv_cache_events))
+            self._kv_cache_events = None
         self.frames.append(frame)
         return frame
 

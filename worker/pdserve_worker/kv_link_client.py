@@ -26,6 +26,7 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 # Workers whose backoff is remembered; the oldest failures are forgotten first.
 MAX_BACKOFFS = 1024
+_DEFECT = "failed: see the log"
 
 
 class KVLinkPool:
@@ -63,9 +64,20 @@ class KVLinkPool:
         if self._is_closed:
             self._connector.link_failed(engine_id, "shutdown")
             return
-        before = self._tasks.get(engine_id)
-        link = self._serve_link(engine_id, f"{host}:{port}", before)
-        task = defects.spawn("kv_link", link, costs=f"the KvLink to {engine_id}")
+        address = f"{host}:{port}"
+        try:
+            self._start_link(engine_id, address)
+        except Exception as error:  # a defect: whoever waits for the link must hear of it
+            defects.record("kv_link", error, f"the KvLink to {engine_id}")
+            self._fail(engine_id, address, _DEFECT)
+
+    def _start_link(self, engine_id: str, address: str) -> None:
+        task = defects.spawn(
+            "kv_link",
+            self._serve_link(engine_id, address, self._tasks.get(engine_id)),
+            costs=f"the KvLink to {engine_id}",
+            on_defect=lambda error: self._fail(engine_id, address, _DEFECT),
+        )
         self._tasks[engine_id] = task
         task.add_done_callback(functools.partial(self._forget, engine_id))
 
@@ -73,11 +85,17 @@ class KVLinkPool:
         if self._tasks.get(engine_id) is task:
             del self._tasks[engine_id]
 
+    def _fail(self, engine_id: str, address: str, reason: str) -> None:
+        """There is no link; the next one is dialed later."""
+        logger.warning("no KvLink to %s at %s: %s", engine_id, address, reason)
+        self._connector.link_failed(engine_id, reason)
+        self._back_off(engine_id)
+
     async def _serve_link(
         self, engine_id: str, address: str, before: "asyncio.Task[None] | None"
     ) -> None:
-        """Dial, shake hands, carry messages until the link ends."""
-        reason = "failed: see the log"  # a defect, unless one of the ends below comes
+        """Dial, shake hands, carry messages until the link ends. What it raises is a defect."""
+        is_up = False
         try:
             if before is not None:
                 await asyncio.gather(before, return_exceptions=True)
@@ -88,8 +106,9 @@ class KVLinkPool:
                     link, outgoing = await asyncio.wait_for(
                         self._shake_hands(engine_id, call), HANDSHAKE_S
                     )
-                    reason = ""  # from here on link_lost tells how it ended
+                    is_up = True  # from here on link_lost tells how it ended
                     await self._carry(call, link, outgoing)
+                    return
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
@@ -99,13 +118,10 @@ class KVLinkPool:
         except (KVTransferError, InvalidRequestError) as error:
             reason = error.message
         except asyncio.CancelledError:
-            reason = reason and "shutdown"
+            if not is_up:
+                self._fail(engine_id, address, "shutdown")
             raise
-        finally:
-            if reason:
-                self._back_off(engine_id)
-                logger.warning("no KvLink to %s at %s: %s", engine_id, address, reason)
-                self._connector.link_failed(engine_id, reason)
+        self._fail(engine_id, address, reason)
 
     def _back_off(self, engine_id: str) -> None:
         """Wait longer before the next dial."""
@@ -137,19 +153,20 @@ class KVLinkPool:
         outgoing: Outgoing[KVLinkRequestMessage],
     ) -> None:
         """Carry messages until either side ends the link."""
-        tasks: list[asyncio.Task[str]] = [
-            asyncio.create_task(self._read(call, link)),
-            asyncio.create_task(_write(call, outgoing)),
-            asyncio.create_task(outgoing.wait_closed()),
-        ]
+        tasks: list[asyncio.Task[str]] = []
         reason = "shutdown"
         try:
+            tasks += [
+                asyncio.create_task(self._read(call, link)),
+                asyncio.create_task(_write(call, outgoing)),
+                asyncio.create_task(outgoing.wait_closed()),
+            ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = _end_of(done.pop())
         finally:
-            self._connector.link_lost(link, reason)
             for task in tasks:
                 task.cancel()
+            self._connector.link_lost(link, reason)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, call: grpc.aio.StreamStreamCall, link: KVLink) -> str:

@@ -16,6 +16,7 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
 )
 from pdserve_common.liveness import HEARTBEAT_S, keep_calling
+from pdserve_common.rpc import rpc_errors
 from pdserve_common.wire import kv_link_request_from_proto, kv_link_response_to_proto
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
@@ -52,20 +53,24 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         request_iterator: AsyncIterator[kv_pb2.KvLinkRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[kv_pb2.KvLinkResponse]:
-        outgoing: Outgoing[KVLinkResponseMessage] = Outgoing()
-        link = await self._accept(request_iterator, outgoing, context)
-        self._links[outgoing] = None
-        reader = asyncio.create_task(self._read(request_iterator, link, outgoing))
-        try:
-            while (message := await outgoing.get()) is not None:
-                yield kv_link_response_to_proto(message)
-        finally:
-            self._links.pop(outgoing, None)
-            self._connector.link_lost(link, outgoing.closed_because or "stream ended")
-            reader.cancel()
-            (error,) = await asyncio.gather(reader, return_exceptions=True)
-            if isinstance(error, Exception):  # not a cancellation
-                defects.record("kv_link", error, f"the KvLink of {link.engine_id}")
+        async with rpc_errors(context):
+            outgoing: Outgoing[KVLinkResponseMessage] = Outgoing()
+            link = await self._accept(request_iterator, outgoing, context)
+            self._links[outgoing] = None
+            try:
+                reader = defects.spawn(
+                    "kv_link",
+                    self._read(request_iterator, link, outgoing),
+                    costs=f"the KvLink of {link.engine_id}",
+                )
+                try:
+                    while (message := await outgoing.get()) is not None:
+                        yield kv_link_response_to_proto(message)
+                finally:
+                    reader.cancel()
+            finally:
+                self._links.pop(outgoing, None)
+                self._connector.link_lost(link, outgoing.closed_because or "stream ended")
 
     async def _accept(
         self,

@@ -153,8 +153,8 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
             if self._request_link is None or not host:
                 self._lose_waiting(engine_id, f"no address for {engine_id}")
                 return
-            self._dialing.add(engine_id)
             self._request_link(engine_id, host, port)
+            self._dialing.add(engine_id)
 
     def resume(self) -> None:
         super().resume()

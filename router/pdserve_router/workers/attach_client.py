@@ -103,8 +103,10 @@ class AttachStream:
             await asyncio.wait(tasks[:1], timeout=_CLOSE_S)
             raise
         finally:
+            for task in tasks:
+                task.cancel()
             call.cancel()
-            await _cancel(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, call: Any, hello: service_pb2.AttachHello) -> None:
         try:
@@ -146,12 +148,6 @@ class AttachStream:
         if not self._is_heartbeat_queued:
             self._is_heartbeat_queued = True
             self.send(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))
-
-
-async def _cancel(tasks: "list[asyncio.Task[None]]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def is_refused(error: Exception) -> bool:

@@ -112,9 +112,9 @@ class Listeners:
         listener = self._by_request.get(output.request_id)
         if listener is None or listener.attempt != output.attempt:
             return
-        if output.finished:
-            self.forget(output.request_id)
         try:
+            if output.finished:
+                self.forget(output.request_id)
             listener.on_output(output)
         except Exception as error:
             self._on_defect(listener, error)

@@ -134,7 +134,8 @@ class WorkerClient:
         self._hold_timer: asyncio.TimerHandle | None = None
         self._attached_at: float | None = None
         self._last_problem = ""
-        self._backoff_s = self._timings.min_backoff_s
+        # Before the next dial.
+        self._backoff_s = 0.0
         self._task: asyncio.Task[None] | None = None
         index = PrefixIndex[WorkerClient](num_shards=1) if prefix_index is None else prefix_index
         self._kv_cache = KVCacheFollower(index, self, self._ask_for_kv_cache)
@@ -172,17 +173,26 @@ class WorkerClient:
         await self._listeners.wait_until_none()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"attach {self.address}")
+        self._task = defects.keep_running(
+            "worker_link",
+            self._run,
+            costs=f"the link to worker {self.address}",
+            pause_s=self._timings.min_backoff_s,
+            name=f"attach {self.address}",
+            on_defect=self._on_defect,
+        )
 
     async def close(self) -> None:
         """End the stream; requests still on it get their error."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._release_hold()
-        self._kv_cache.on_lost()
-        self.state = WorkerState.DOWN
-        self._fail_all("the router is closing")
+        try:
+            self._release_hold()
+            self._kv_cache.on_lost()
+        finally:
+            self.state = WorkerState.DOWN
+            self._fail_all("the router is closing")
 
     def add_request(
         self,
@@ -204,14 +214,18 @@ class WorkerClient:
         message = wire.to_proto(request)
         handle = self._listeners.add(request, on_output, on_defect, take_token)
         added = service_pb2.AttachRequest(add_request=message, handle=handle)
-        if not request.mm_features or self._puts is None:
-            self._send(added)
-            return
-        self._puts.then(
-            request,
-            lambda: self._send(added),
-            lambda error: self._fail_to_put(request, error),
-        )
+        try:
+            if not request.mm_features or self._puts is None:
+                self._send(added)
+                return
+            self._puts.then(
+                request,
+                lambda: self._send(added),
+                lambda error: self._fail_to_put(request, error),
+            )
+        except BaseException:  # it goes on, and the request is the caller's
+            self._listeners.forget(request.request_id)
+            raise
 
     def _fail_to_put(self, request: EngineCoreRequest, error: PdserveError) -> None:
         if self.state in _ATTACHED:
@@ -243,18 +257,16 @@ class WorkerClient:
 
     async def _run(self) -> None:
         while True:
-            # A defect of this process: its requests must not hang, and the worker may come back.
-            try:
-                # A channel for each stream: it takes its certificates when it is made.
-                async with self._open_channel(self.address) as channel:
-                    await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
-            except Exception as error:
-                defects.record("worker_link", error, f"the link to worker {self.address}")
-                with defects.contained("worker_link", f"word of worker {self.address}"):
-                    self._lost("internal error of the router")
             # Jitter: routers that lost the same worker do not return all at once.
             await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
             self._backoff_s = self._next_backoff_s
+            # A channel for each stream: it takes its certificates when it is made.
+            async with self._open_channel(self.address) as channel:
+                await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
+
+    def _on_defect(self, error: BaseException) -> None:
+        """A defect of this process: its requests must not hang, and the worker may come back."""
+        self._lost("internal error of the router")
 
     @property
     def _next_backoff_s(self) -> float:
@@ -458,11 +470,18 @@ class WorkerClient:
         self._held_state = self.state
         message = f"it did not attach again in time: {reason}"
         self._hold_timer = asyncio.get_running_loop().call_later(
-            self._hold_s(), self._lost, message
+            self._hold_s(), self._end_hold, message
         )
         self.stats = None
         self.state = WorkerState.REATTACHING
         self._on_change()
+
+    def _end_hold(self, reason: str) -> None:
+        try:
+            self._lost(reason)
+        except Exception as error:  # a defect: nobody else ends what waits
+            defects.record("worker_link", error, f"the wait for worker {self.address}")
+            self._on_defect(error)
 
     def _hold_s(self) -> float:
         """What is left of the worker's time, and enough for one try if it was this process that
