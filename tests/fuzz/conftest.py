@@ -13,8 +13,9 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 from in_services.sitecustomize import FOLDER as TASKS_FOLDER
-from system import MAX_MODEL_LEN, PoolingSystem, System
+from system import ADAPTERS, MAX_MODEL_LEN, PoolingSystem, System
 
+from support.adapters import write_adapter
 from support.stack import running_stack
 
 AnySystem = TypeVar("AnySystem", bound=System)
@@ -24,8 +25,15 @@ MODEL = FOLDER.parents[1] / "models" / "pdserve-tiny"
 
 @pytest.fixture(scope="session")
 def watched_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A stack of one P and one D that all targets of a process share."""
-    with watched(tmp_path_factory, System) as system:
+    """A stack of one P and one D that all targets of a process share, with an adapter and another
+    one that may be loaded.
+    """
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(MODEL, root / name, seed=seed, r=2, target_modules=["q_proj"])
+    lora = (f"{ADAPTERS[0]}={root / ADAPTERS[0]}",)
+    fields = {"lora": lora, "lora_root": str(root), "lora_updates": True}
+    with watched(tmp_path_factory, System, **fields) as system:
         yield system
 
 

@@ -16,6 +16,7 @@ TEXTS = (
     *("", " ", "\x00", "a\x00b", "\ud800", "\udc00\ud800", "\ufeff", "\u202e", "\u0300" * 20),
     *("😀", "ﷺ", "\x1b[31m", "\r\n", "<s>", "</s>", "<|im_end|>", "{{ 7*7 }}", "{% x %}", "%s%n"),
     *("never", "user", "assistant", "system", "text", "pdserve-tiny", "x" * 300),
+    *("tuned", "other"),
 )
 ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1", "cp037")
 DICTIONARY = (

@@ -25,6 +25,8 @@ MAX_MORE_DESCRIPTORS = 16
 # What allocators and caches keep of the largest messages at once.
 MAX_MORE_RSS_MIB = 300.0
 MAX_MODEL_LEN = 128
+# The one that is served from the start, and one that lies beside it.
+ADAPTERS = ("tuned", "other")
 # Long enough for several blocks, which later honest requests find again where they were.
 HONEST_BODY = {
     "model": "pdserve-tiny",

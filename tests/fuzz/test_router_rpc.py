@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
+from constraints import proto_constraints
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from messages import Known, merged, messages, payloads
 from rpc import GIVEN_UP, call, check, plans
 from settings_of_fuzz import examples
-from system import PoolingSystem, System
+from system import ADAPTERS, PoolingSystem, System
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
@@ -58,8 +59,19 @@ SERVED: dict[str, tuple[Message, ...]] = {
     "Detokenize": (pb2.DetokenizeRequest(model=MODEL, token_ids=[5, 6, 7]),),
 }
 KNOWN = Known(
-    texts=(MODEL, "user", "assistant", "system", INFERENCE.full_name, "liveness", "fox", " "),
+    texts=(
+        *(MODEL, *ADAPTERS, "user", "assistant", "system", INFERENCE.full_name, "liveness"),
+        *("fox", " "),
+    ),
     numbers=(2, 5, 125),
+    parts={"pdserve.v1.StructuredOutputsParams": proto_constraints()},
+)
+
+CONSTRAINED = st.builds(
+    lambda params: pb2.GenerateRequest(
+        sampling_params=core_pb2.SamplingParams(structured_outputs=params)
+    ),
+    proto_constraints(),
 )
 
 
@@ -72,8 +84,12 @@ def channel(system: System) -> Iterator[grpc.Channel]:
 def requests(method: MethodDescriptor) -> st.SearchStrategy[Message]:
     """Messages of a method, most of them on the way to be served."""
     drawn = messages(method.input_type, KNOWN)
-    served = SERVED.get(method.name)
-    return drawn if served is None else st.one_of(drawn, merged(st.sampled_from(served), drawn))
+    if method.name not in SERVED:
+        return drawn
+    served = st.sampled_from(SERVED[method.name])
+    if method.name != "Generate":
+        return st.one_of(drawn, merged(served, drawn))
+    return st.one_of(drawn, merged(served, drawn), merged(served, CONSTRAINED))
 
 
 def test_any_call_of_a_model_that_pools_is_answered_or_refused(

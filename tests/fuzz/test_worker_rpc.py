@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from constraints import proto_constraints
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import assume, given, note
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from messages import Known, merged, messages, payloads
 from rpc import ANSWER_S, GIVEN_UP, Plan, call, check, check_errors, path_of, plans
 from settings_of_fuzz import examples
-from system import System
+from system import ADAPTERS, System
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
@@ -46,6 +47,13 @@ REQUEST = core_pb2.EngineCoreRequest(
 )
 HELLO = service_pb2.AttachHello(router_id="fuzz", router_epoch="0" * 32)
 
+CONSTRAINED = st.builds(
+    lambda params: core_pb2.EngineCoreRequest(
+        sampling_params=core_pb2.SamplingParams(structured_outputs=params)
+    ),
+    proto_constraints(),
+)
+
 
 def channel_to(system: System, name: str) -> grpc.Channel:
     return grpc.insecure_channel(system.worker_address(name))
@@ -54,13 +62,18 @@ def channel_to(system: System, name: str) -> grpc.Channel:
 def known(info: Any) -> Known:
     """What exists for a worker: its peers, ids of requests, its own start."""
     return Known(
-        texts=(*WORKERS, FUZZ_P, FUZZ_D, "a", "b", "fuzz", info.epoch, info.engine_id, "router"),
+        texts=(
+            *(*WORKERS, *ADAPTERS, FUZZ_P, FUZZ_D, "a", "b", "fuzz", info.epoch, info.engine_id),
+            "router",
+        ),
         numbers=(info.vocab_size - 1, info.vocab_size, info.max_model_len),
         parts={
             "pdserve.v1.EngineCoreRequest": merged(
-                st.just(REQUEST), messages(core_pb2.EngineCoreRequest.DESCRIPTOR)
+                st.just(REQUEST),
+                st.one_of(messages(core_pb2.EngineCoreRequest.DESCRIPTOR), CONSTRAINED),
             ),
             "pdserve.v1.AttachHello": st.just(HELLO),
+            "pdserve.v1.StructuredOutputsParams": proto_constraints(),
         },
     )
 
@@ -101,10 +114,11 @@ def test_any_verb_is_carried_out_or_refused(
     system: System, method: MethodDescriptor, name: str
 ) -> None:
     """All but drains that begin: a worker that has drained is done."""
+    names = Known(texts=ADAPTERS)
     with channel_to(system, name) as channel:
 
-        @examples(5)
-        @given(plans(method, payloads(messages(method.input_type)), max_size=3))
+        @examples(10 if "Lora" in method.name else 5)
+        @given(plans(method, payloads(messages(method.input_type, names)), max_size=3))
         def target(plan: Plan) -> None:
             assume(method.name != "Drain" or not any(map(drains, plan.payloads)))
             try:

@@ -78,26 +78,39 @@ async def test_unknown_fields_within_others_are_named_by_their_place(http, stack
         assert stack.metric("pdserve_http_unknown_fields_total", field=name) == 1
 
 
+def counts_of(stack) -> dict[str, float]:
+    (family,) = [
+        each
+        for each in stack.server.registry.collect()
+        if each.name == "pdserve_http_unknown_fields"
+    ]
+    return {
+        sample.labels["field"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
 async def test_names_of_unknown_fields_are_bounded(http, stack, caplog) -> None:
     """Of one request, in length, and in all: a client makes them up."""
     with caplog.at_level(logging.WARNING):
         for number in range(10):
             names = {f"{number}-{i}-{'x' * 1000}": 1 for i in range(50)}
             await answer_to(http, "/v1/completions", **names)
-    (family,) = [
-        each
-        for each in stack.server.registry.collect()
-        if each.name == "pdserve_http_unknown_fields"
-    ]
-    counts = {
-        sample.labels["field"]: sample.value
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
+    counts = counts_of(stack)
     assert len(counts) == MAX_NAMES + 1
     assert max(map(len, counts)) <= 64
     assert counts["other"] > 0
     assert len(caplog.records) == MAX_NAMES
+
+
+async def test_names_of_unknown_fields_beside_adapters_are_bounded(start_stack) -> None:
+    async with start_stack(http=True, lora_updates=True) as stack:
+        names = {f"{i}-{'x' * 1000}": 1 for i in range(MAX_NAMES)}
+        await stack.api.post("/v1/unload_lora_adapter", json={"lora_name": "a", **names})
+        counts = counts_of(stack)
+    assert 1 < len(counts) < MAX_NAMES / 2
+    assert max(map(len, counts)) <= 64
 
 
 @both_endpoints

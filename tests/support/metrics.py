@@ -49,5 +49,6 @@ def total(samples: dict[str, float], name: str) -> float:
 
 def samples_of(text: str) -> dict[str, float]:
     """Return the samples of a scrape's text, by name with labels."""
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    # Labels may have what Python takes for other ends of lines.
+    lines = (line.rsplit(" ", 1) for line in text.split("\n") if line and line[0] != "#")
     return {sample: float(number) for sample, number in lines}

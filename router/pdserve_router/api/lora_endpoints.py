@@ -12,7 +12,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.lora_types import LoRARequest
 from pdserve_router.api.edge_processes import EdgeProcesses
 from pdserve_router.api.http_body import address_of, read_in_time
-from pdserve_router.api.openai_fields import UnknownFields
+from pdserve_router.api.openai_fields import UnknownFields, UnknownNames
 from pdserve_router.api.openai_model import CONFIG, Int
 from pdserve_router.api.openai_parse import json_object, validate
 from pdserve_router.router import Router
@@ -92,5 +92,7 @@ class LoraEndpoints:
         with self._edge.hold(address_of(request.scope)) as held:
             raw = await read_in_time(request, MAX_BYTES, held, timeout_s=self._body_timeout_s)
             values = json_object(raw)
-        self._unknown_fields.count(tuple(values.keys() - cls.model_fields.keys()))
+        unknown = UnknownNames()
+        unknown.add(values.keys() - cls.model_fields.keys())
+        self._unknown_fields.count(unknown.names())
         return validate(cls, values)
