@@ -260,6 +260,17 @@ def test_d_sends_what_it_still_has(pair: Pair, num_cached: int, outcomes: dict[s
     pair.check()
 
 
+def test_a_link_may_come_up_later(pair: Pair) -> None:
+    pair.cache(PROMPT)
+    pair.cut()
+    pair.ask("r0", PROMPT)
+    pair.turn()
+    pair.connect()
+    pair.settle()
+    assert pair.outcomes() == {"pulled": 8}
+    pair.check()
+
+
 def test_p_waits_for_a_bounded_time(pair: Pair) -> None:
     """D says nothing; its answer comes when P computes already."""
     pair.cache(PROMPT)

@@ -22,18 +22,12 @@ def engine(clock: Clock) -> Engine:
     return Engine(consumer=ScriptedConsumer(), clock=clock)
 
 
-def consumer_of(engine: Engine) -> ScriptedConsumer:
-    consumer = engine.consumer
-    assert isinstance(consumer, ScriptedConsumer)
-    return consumer
-
-
 def pull(engine: Engine, name: str = "a", **fields: object) -> None:
     """All of a request's blocks have landed."""
     engine.add(name, PROMPT, kv_transfer_params=ON_D, **fields)
-    consumer_of(engine).claim(name)
+    engine.consumer.claim(name)
     engine.step()
-    consumer_of(engine).land_all(name)
+    engine.consumer.land_all(name)
 
 
 def run_first_step(engine: Engine, name: str = "a", **fields: object) -> None:
@@ -68,7 +62,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
     run_first_step(engine)
     assert not engine.core.has_work()
     num_steps = len(engine.rank.steps)
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.step()
     assert len(engine.rank.steps) == num_steps
     assert engine.tokens("a") == expected(PROMPT, 2), "its tokens wait for no step"
@@ -81,7 +75,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
 
 def test_an_ack_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
     engine.rank.on_step = lambda step: (
-        consumer_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
+        engine.consumer.accept("a") if "a" in step.num_scheduled_tokens else None
     )
     pull(engine, max_tokens=2)
     engine.step()
@@ -101,7 +95,7 @@ def test_nobody_shares_its_blocks(engine: Engine) -> None:
     engine.step()
     assert num_computed(engine, "fork") == 0, "it waits for its source"
     assert num_computed(engine, "same") == len(PROMPT), "it does not"
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert num_computed(engine, "fork") == len(PROMPT) - 3 * BLOCK_SIZE + 3
     for name in ("a", "fork", "same"):
@@ -123,7 +117,7 @@ def test_it_is_not_preempted(policy: str) -> None:
     while not engine.scheduler.num_preemptions:
         engine.step()
     assert engine.scheduler.requests["a"].status is RequestStatus.RUNNING
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert engine.tokens("other") == expected([1] * 8, 20)
@@ -133,7 +127,7 @@ def test_it_is_not_preempted(policy: str) -> None:
 def test_during_a_pause_an_ack_still_counts(engine: Engine) -> None:
     run_first_step(engine)
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 2)
     engine.scheduler.pause_state = PauseState.UNPAUSED
@@ -150,7 +144,7 @@ def test_the_step_may_bring_the_end(engine: Engine, reason: FinishReason) -> Non
     engine.rank.script["a"] = [EOS] if is_stop else []
     run_first_step(engine, max_tokens=9 if is_stop else 2)
     assert "a" not in engine.outputs
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.step()
     assert len(engine.tokens("a")) == 2
     assert engine.finish_reason("a") is reason
@@ -163,7 +157,7 @@ def test_nothing_runs_if_ps_token_is_the_last(engine: Engine) -> None:
     pull(engine, max_tokens=1)
     engine.run()
     assert num_computed(engine) == 0
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 1)
     assert engine.finish_reason("a") is FinishReason.LENGTH
@@ -176,7 +170,7 @@ def test_ps_token_may_be_the_end_though_it_seemed_not(engine: Engine) -> None:
     pull(engine, sampling_params=SamplingParams(max_tokens=9, stop_token_ids=(last,)))
     engine.step()
     engine.step()
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == [last]
     assert engine.finish_reason("a") is FinishReason.STOP
@@ -187,7 +181,7 @@ def test_a_step_that_failed_for_it_alone_fails_it_with_the_ack(engine: Engine) -
     engine.rank.num_nans["a"] = 3
     run_first_step(engine)
     assert "a" not in engine.outputs
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.finish_reason("a") is FinishReason.ERROR
     assert engine.tokens("a") == expected(PROMPT, 1), "what P has sampled"
@@ -207,7 +201,7 @@ def pass_deadline(engine: Engine) -> None:
 
 def hear_of_ps_end(engine: Engine) -> None:
     error = EngineError(code=ErrorCode.CANCELLED, message="", is_retryable=False)
-    consumer_of(engine).fail("a", error)
+    engine.consumer.fail("a", error)
 
 
 def supersede(engine: Engine) -> None:
@@ -239,7 +233,7 @@ def test_the_first_step_of_a_lost_request_is_rolled_back(
     engine.rank.script["a"] = [3]  # as if it had read what is not its own
     stage(engine)
     request = engine.scheduler.requests["a"]
-    consumer_of(engine).lose("a")
+    engine.consumer.lose("a")
     engine.step()
     (output,) = engine.outputs["a"]
     assert output.kv_lost is not None
@@ -274,7 +268,7 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
     assert "a" not in engine.outputs
     assert engine.scheduler.requests["a"].num_in_flight_tokens == 0
     engine.rank.on_step = lambda step: None
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert engine.tokens("other") == expected([1] * 4, 8)
@@ -293,7 +287,7 @@ def test_a_step_of_it_alone_that_raises_is_rolled_back(engine: Engine) -> None:
     assert num_computed(engine) == 1
     assert "a" not in engine.outputs, "it waits for the ack, as if it had not run"
     engine.rank.on_step = lambda step: None
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     engine.assert_idle()
@@ -309,7 +303,7 @@ def test_what_p_has_ended_is_no_error_of_ds(
 ) -> None:
     stage(engine)
     error = EngineError(code=code, message="why")
-    consumer_of(engine).fail("a", error)
+    engine.consumer.fail("a", error)
     engine.run()
     assert engine.finish_reason("a") is reason
     assert engine.outputs["a"][-1].error == error, "the router tells by it that a ticket is void"
@@ -335,7 +329,7 @@ def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
     elif end == "supersede":
         engine.add("a", PROMPT, attempt=1)
     else:
-        getattr(consumer_of(engine), end)("a")
+        getattr(engine.consumer, end)("a")
         engine.scheduler.update_from_kv_transfer()
     assert engine.pool.num_free_blocks <= engine.pool.num_blocks - 4, "the step still uses them"
     is_open.set()
@@ -358,12 +352,12 @@ def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_ack(
     def compute(step: SchedulerOutput) -> None:
         clock.now_s += 2
         if "b" in step.num_scheduled_tokens:
-            consumer_of(engine).accept("b")
+            engine.consumer.accept("b")
 
     engine.rank.on_step = compute
     run_first_step(engine, max_tokens=2)
     clock.now_s += 20
-    consumer_of(engine).accept("a")
+    engine.consumer.accept("a")
     engine.step()
     pull(engine, "b", max_tokens=2)
     engine.run()

@@ -30,28 +30,17 @@ from support.scripted_engine import (
 PROMPT = [7] * 15
 
 
-@pytest.fixture
-def compiler() -> ScriptedCompiler:
-    return ScriptedCompiler()
+class GrammarEngine(Engine):
+    """An engine whose grammars are compiled when the test says so."""
 
-
-@pytest.fixture
-def producer() -> ScriptedProducer:
-    return ScriptedProducer()
-
-
-@pytest.fixture
-def consumer() -> ScriptedConsumer:
-    return ScriptedConsumer()
-
-
-@pytest.fixture
-def make_engine(
-    compiler: ScriptedCompiler, producer: ScriptedProducer, consumer: ScriptedConsumer, clock: Clock
-) -> Callable[..., Engine]:
-    return lambda **config: Engine(
-        producer=producer, consumer=consumer, compile_grammar=compiler, clock=clock, **config
-    )
+    def __init__(self, **options: object) -> None:
+        self.compiler = ScriptedCompiler()
+        super().__init__(
+            producer=ScriptedProducer(),
+            consumer=ScriptedConsumer(),
+            compile_grammar=self.compiler,
+            **options,
+        )
 
 
 def add(
@@ -68,17 +57,15 @@ def status(engine: Engine, name: str) -> RequestStatus:
     return engine.scheduler.requests[name].status
 
 
-def test_it_waits_for_its_grammar_and_then_runs_with_it(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
-) -> None:
-    engine = make_engine()
+def test_it_waits_for_its_grammar_and_then_runs_with_it() -> None:
+    engine = GrammarEngine()
     add(engine, "a")
     assert status(engine, "a") is RequestStatus.WAITING_FOR_FSM
     engine.run()
     assert status(engine, "a") is RequestStatus.WAITING_FOR_FSM
     assert not engine.core.has_work()
     check_places(engine.scheduler)
-    compiler.finish("a")
+    engine.compiler.finish("a")
     assert engine.num_wakeups == 1
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
@@ -87,11 +74,9 @@ def test_it_waits_for_its_grammar_and_then_runs_with_it(
     engine.assert_idle()
 
 
-def test_one_whose_grammar_is_known_does_not_wait(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
-) -> None:
-    engine = make_engine()
-    compiler.finish("a")
+def test_one_whose_grammar_is_known_does_not_wait() -> None:
+    engine = GrammarEngine()
+    engine.compiler.finish("a")
     add(engine, "a")
     assert status(engine, "a") is RequestStatus.WAITING
     engine.run()
@@ -100,10 +85,8 @@ def test_one_whose_grammar_is_known_does_not_wait(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_it_keeps_its_place_by_arrival(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, clock: Clock, policy: str
-) -> None:
-    engine = make_engine(max_num_seqs=1, scheduling_policy=policy)
+def test_it_keeps_its_place_by_arrival(policy: str, clock: Clock) -> None:
+    engine = GrammarEngine(clock=clock, max_num_seqs=1, scheduling_policy=policy)
     engine.add("first", [1] * 4, max_tokens=9, arrival_time=0.0)
     engine.step()
     for number, name in enumerate("abc"):
@@ -112,7 +95,7 @@ def test_it_keeps_its_place_by_arrival(
             add(engine, name, arrival_time=float(number))
         else:
             engine.add(name, PROMPT, arrival_time=float(number))
-    compiler.finish("b")
+    engine.compiler.finish("b")
     engine.step()
     assert [request.request_id for request in engine.scheduler.waiting] == ["a", "b", "c"]
     engine.run()
@@ -121,17 +104,15 @@ def test_it_keeps_its_place_by_arrival(
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("transfer", [None, ON_P, ON_D], ids=["local", "P", "D"])
-def test_one_that_is_refused_ends_with_the_reason(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, is_known: bool, transfer: object
-) -> None:
-    engine = make_engine()
+def test_one_that_is_refused_ends_with_the_reason(is_known: bool, transfer: object) -> None:
+    engine = GrammarEngine()
     if is_known:
-        compiler.refuse("a")
+        engine.compiler.refuse("a")
     add(engine, "a", kv_transfer_params=transfer)
     if not is_known:
         engine.step()
         assert "a" not in engine.outputs
-        compiler.refuse("a")
+        engine.compiler.refuse("a")
     engine.run()
     (output,) = engine.outputs["a"]
     assert output.finish_reason is FinishReason.ERROR
@@ -150,10 +131,8 @@ def test_without_a_compiler_it_is_refused(clock: Clock) -> None:
     assert "this worker serves none" in output.error.message
 
 
-def test_one_that_ends_meanwhile_is_forgotten(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, clock: Clock
-) -> None:
-    engine = make_engine()
+def test_one_that_ends_meanwhile_is_forgotten(clock: Clock) -> None:
+    engine = GrammarEngine(clock=clock)
     add(engine, "aborted")
     add(engine, "late", deadline=clock() + 5)
     engine.core.abort_requests(["aborted"])
@@ -161,7 +140,7 @@ def test_one_that_ends_meanwhile_is_forgotten(
     engine.run()
     for name, reason in (("aborted", FinishReason.ABORT), ("late", FinishReason.ERROR)):
         assert engine.finish_reason(name) is reason
-        compiler.finish(name)
+        engine.compiler.finish(name)
     engine.run()
     assert not engine.scheduler.places.waiting_for_fsm
     engine.assert_idle()
@@ -170,42 +149,35 @@ def test_one_that_ends_meanwhile_is_forgotten(
 # ---- P and D
 
 
-def test_p_asks_d_for_blocks_when_the_grammar_is_there(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, producer: ScriptedProducer
-) -> None:
-    engine = make_engine()
+def test_p_asks_d_for_blocks_when_the_grammar_is_there() -> None:
+    engine = GrammarEngine()
     add(engine, "a", kv_transfer_params=ON_P)
     engine.run()
-    assert not producer.asked
-    compiler.finish("a")
+    assert not engine.producer.asked
+    engine.compiler.finish("a")
     engine.run()
-    assert "a" in producer.asked
+    assert "a" in engine.producer.asked
     assert engine.tokens("a") == expected(PROMPT, 1)
 
 
 @pytest.mark.parametrize("is_acknowledged", [False, True])
-def test_what_has_landed_on_d_waits_for_the_grammar(
-    make_engine: Callable[..., Engine],
-    compiler: ScriptedCompiler,
-    consumer: ScriptedConsumer,
-    is_acknowledged: bool,
-) -> None:
-    engine = make_engine()
+def test_what_has_landed_on_d_waits_for_the_grammar(is_acknowledged: bool) -> None:
+    engine = GrammarEngine()
     add(engine, "a", kv_transfer_params=ON_D)
     assert status(engine, "a") is RequestStatus.WAITING_FOR_REMOTE_KVS
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    assert "a" in consumer.loading, "its blocks do not wait"
-    consumer.land_all("a")
+    assert "a" in engine.consumer.loading, "its blocks do not wait"
+    engine.consumer.land_all("a")
     if is_acknowledged:
-        consumer.accept("a")
+        engine.consumer.accept("a")
     engine.run()
     assert not [step for step in engine.rank.steps if step.num_scheduled_tokens]
     check_places(engine.scheduler)
-    compiler.finish("a")
+    engine.compiler.finish("a")
     engine.run()
     if not is_acknowledged:
-        consumer.accept("a")
+        engine.consumer.accept("a")
         engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert sum(step.total_num_scheduled_tokens for step in engine.rank.steps) == 3
@@ -213,20 +185,15 @@ def test_what_has_landed_on_d_waits_for_the_grammar(
 
 
 @pytest.mark.parametrize("then", ["refused", "aborted"])
-def test_landed_blocks_come_back_if_it_never_runs(
-    make_engine: Callable[..., Engine],
-    compiler: ScriptedCompiler,
-    consumer: ScriptedConsumer,
-    then: str,
-) -> None:
-    engine = make_engine()
+def test_landed_blocks_come_back_if_it_never_runs(then: str) -> None:
+    engine = GrammarEngine()
     add(engine, "a", kv_transfer_params=ON_D)
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    consumer.land_all("a")
+    engine.consumer.land_all("a")
     engine.step()
     if then == "refused":
-        compiler.refuse("a")
+        engine.compiler.refuse("a")
     else:
         engine.core.abort_requests(["a"])
     engine.run()
@@ -250,19 +217,18 @@ def come_with_kv(consumer: ScriptedConsumer, come: Callable[[], object]) -> None
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_grammar_that_comes_as_the_blocks_land_starts_its_request_once_or_never(
-    make_engine: Callable[..., Engine],
-    compiler: ScriptedCompiler,
-    consumer: ScriptedConsumer,
-    is_refused: bool,
-    is_async: bool,
+    is_refused: bool, is_async: bool
 ) -> None:
-    engine = make_engine(async_scheduling=is_async)
+    engine = GrammarEngine(async_scheduling=is_async)
     add(engine, "a", kv_transfer_params=ON_D)
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
     engine.add("b", PROMPT)
-    consumer.finish_load("a")
-    come_with_kv(consumer, partial(compiler.refuse if is_refused else compiler.finish, "a"))
+    engine.consumer.finish_load("a")
+    come_with_kv(
+        engine.consumer,
+        partial(engine.compiler.refuse if is_refused else engine.compiler.finish, "a"),
+    )
     engine.step()
     check_places(engine.scheduler)
     engine.run()
@@ -277,16 +243,16 @@ def test_a_grammar_that_comes_as_the_blocks_land_starts_its_request_once_or_neve
     engine.assert_idle()
 
 
-def test_none_is_missed_of_grammars_that_come_while_the_engine_looks(
-    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
-) -> None:
-    engine = make_engine()
+def test_none_is_missed_of_grammars_that_come_while_the_engine_looks() -> None:
+    engine = GrammarEngine()
     for name in "abc":
         add(engine, name)
-    compiler.finish("b")
+    engine.compiler.finish("b")
     looks = iter(range(1000))
     when = {2: "a", 4: "c"}
-    compiler.on_look = lambda: compiler.finish(when.pop(n)) if (n := next(looks)) in when else None
+    engine.compiler.on_look = lambda: (
+        engine.compiler.finish(when.pop(n)) if (n := next(looks)) in when else None
+    )
     engine.run()
     engine.run()
     assert not when
@@ -298,10 +264,8 @@ def test_none_is_missed_of_grammars_that_come_while_the_engine_looks(
 # ---- masks that are late
 
 
-def test_a_prompt_whose_mask_is_late_is_not_computed_again(
-    make_engine: Callable[..., Engine],
-) -> None:
-    engine = make_engine()
+def test_a_prompt_whose_mask_is_late_is_not_computed_again() -> None:
+    engine = GrammarEngine()
     tries = iter([True, True, False])
     engine.rank.is_late = lambda request_id, num_tokens: next(tries, False)
     engine.add("a", PROMPT)
@@ -320,14 +284,9 @@ def looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.usefixtures("looks_ahead")
-def test_tokens_are_the_same_however_late_masks_are(
-    make_engine: Callable[..., Engine],
-    compiler: ScriptedCompiler,
-    seed: int,
-    async_scheduling: bool,
-) -> None:
+def test_tokens_are_the_same_however_late_masks_are(seed: int, async_scheduling: bool) -> None:
     rng = random.Random(seed)
-    engine = make_engine(num_blocks=14, max_num_seqs=4, async_scheduling=async_scheduling)
+    engine = GrammarEngine(num_blocks=14, max_num_seqs=4, async_scheduling=async_scheduling)
     engine.rank.is_late = lambda request_id, num_tokens: rng.random() < 0.3
     names = [f"{number}" for number in range(8)]
     lengths = {}
@@ -338,7 +297,7 @@ def test_tokens_are_the_same_however_late_masks_are(
         for _ in range(rng.randint(0, 5)):
             engine.step()
             check_places(engine.scheduler)
-        compiler.finish(name)
+        engine.compiler.finish(name)
     engine.run()
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, lengths[name])

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve_kernels.cpu import compiled
-from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
+from pdserve_kernels import KernelSet
 from pdserve_kernels.fp8 import FP8
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.metadata import AttentionMetadata
+from support.interpreted import convert_fp8_as_gpus_do
+from support.kernels import ISAS, use_isa
+from support.triton_kernels import INTERPRETED
 
 sys.path.append(str(Path(__file__).parent))  # test modules import sampling_batches
 
@@ -172,16 +174,24 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["avx512bf16", "avx2"])
+@pytest.fixture(params=ISAS)
 def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernels, for one instruction set after the other."""
-    if request.param not in supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        loaded = compiled.Loaded(request.param, compiled.load_library(request.param))
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(compiled, "_load_once", lambda: loaded)
+    use_isa(request.param, monkeypatch)
+
+
+@pytest.fixture
+def kernels() -> KernelSet:
+    """Triton's."""
+    from pdserve_kernels import triton
+
+    return triton
+
+
+@pytest.fixture
+def fp8_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        convert_fp8_as_gpus_do(monkeypatch)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Random decoders, whole or a rank's part, and the steps of a few requests."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from pdserve_kernels import cpu
 from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer, DenseMlp, MoeMlp
 from pdserve_kernels.groups import NUM_SUMS
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
 
@@ -193,3 +195,38 @@ def slice_of(weight, rows=slice(None), columns=slice(None)):
         scales=weight.scales[rows][:, groups],
         zeros=None if weight.zeros is None else weight.zeros[rows][:, groups],
     )
+
+
+def check_chunks(
+    model: Model,
+    packed,
+    lora_of: Callable[[Sequence[Chunk]], Sequence[LoraSegment]] = lambda chunks: (),
+) -> None:
+    """All requests have the bits, computed in random chunks and beside random others, that each has
+    whole and alone.
+    """
+    cache, chance = model.new_cache(), random.Random(0)
+    done, parts = [0] * NUM_REQUESTS, [[] for _ in range(NUM_REQUESTS)]
+    while min(done) < LENGTH:
+        sizes = [min(chance.choice([1, 1, 3, 17, 40]), LENGTH - start) for start in done]
+        chunks = [
+            Chunk(request, done[request], done[request] + size)
+            for request, size in enumerate(sizes)
+            if size and (request == 0 or done[0] == LENGTH or chance.random() < 0.7)
+        ]
+        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        rows = _run(model, packed, chunks, cache, lora_of)
+        for chunk, part in zip(chunks, rows, strict=True):
+            parts[chunk.request].append(part)
+            done[chunk.request] = chunk.end
+    for request, of_request in enumerate(parts):
+        whole = [Chunk(request, 0, LENGTH)]
+        (alone,) = _run(model, packed, whole, model.new_cache(), lora_of)
+        assert torch.equal(torch.cat(of_request), alone)
+
+
+def _run(model: Model, packed, chunks: Sequence[Chunk], cache: torch.Tensor, lora_of):
+    """The states of each chunk."""
+    states, positions, metadata = model.step(chunks)
+    output = cpu.run_decoder(states, packed, positions, cache, metadata, lora_of(chunks))
+    return output.split([chunk.end - chunk.start for chunk in chunks])

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -256,16 +256,11 @@ def test_without_a_compiler_the_reference_kernels_run_and_one_line_says_why(
     assert caplog.text.count("install g++ 11 or newer") == 1
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_kernels
-def test_the_kernels_run_on_torchs_threads_each_on_its_core(two_threads: None) -> None:
+def test_the_kernels_run_on_torchs_threads_each_on_its_core(
+    set_threads: Callable[[int], None],
+) -> None:
+    set_threads(2)
     cores = sorted(os.sched_getaffinity(0))
     tids_before = set(os.listdir("/proc/self/task"))
     added = []

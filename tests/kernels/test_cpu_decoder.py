@@ -1,11 +1,10 @@
 """All layers in one call: the bits of the set's functions one by one, in any batch."""
 
 import dataclasses
-import random
 
 import pytest
 import torch
-from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
+from decoder_models import LENGTH, Chunk, Model, Shape, check_chunks
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.cpu.decoder import FUNCTIONS
@@ -35,13 +34,6 @@ def with_padding(metadata: AttentionMetadata, num: int) -> AttentionMetadata:
     return dataclasses.replace(metadata, slot_mapping=slots)
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 WHOLE = [Chunk(0, 0, LENGTH)]
 MIXED = [Chunk(2, 0, 1), Chunk(1, 0, 1), Chunk(0, 0, 33), Chunk(3, 0, 16)]
 FEW = [Chunk(0, 0, 1), Chunk(3, 0, 3)]
@@ -49,18 +41,18 @@ FEW = [Chunk(0, 0, 1), Chunk(3, 0, 3)]
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", WITH_EXPERTS)
-def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_threads):
+def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_threads, set_threads):
     model = Model(shape)
     packed = cpu.pack_decoder(model.decoder)
     assert packed.native is not None
     for chunks in (WHOLE, MIXED, FEW):
         hidden_states, positions, metadata = model.step(chunks)
         before, caches = hidden_states.clone(), [model.new_cache(), model.new_cache()]
-        torch.set_num_threads(1)
+        set_threads(1)
         composed = run_layer_by_layer(
             FUNCTIONS, model.decoder, hidden_states, positions, caches[0], metadata
         )
-        torch.set_num_threads(num_threads)
+        set_threads(num_threads)
         fused = cpu.run_decoder(hidden_states, packed, positions, caches[1], metadata)
         assert fused.isfinite().all()
         assert torch.equal(fused, composed)
@@ -71,27 +63,7 @@ def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_thre
 @pytest.mark.parametrize("shape", WITH_EXPERTS)
 def test_a_request_has_its_bits_in_any_batch_and_chunks(shape):
     model = Model(shape)
-    packed = cpu.pack_decoder(model.decoder)
-    hidden_states, positions, metadata = model.step(WHOLE)
-    whole = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata)
-    cache, generator = model.new_cache(), random.Random(0)
-    done, parts = [0] * NUM_REQUESTS, []
-    while done[0] < LENGTH:
-        sizes = [generator.choice([1, 1, 3, 17, 40]) for _ in done]
-        chunks = [
-            Chunk(request, start, min(LENGTH, start + size))
-            for request, (start, size) in enumerate(zip(done, sizes, strict=True))
-            if start < LENGTH and (request == 0 or generator.random() < 0.7)
-        ]
-        chunks.sort(key=lambda c: c.end - c.start > 1)
-        hidden_states, positions, metadata = model.step(chunks)
-        output = cpu.run_decoder(hidden_states, packed, positions, cache, metadata)
-        lengths = [c.end - c.start for c in chunks]
-        for chunk, rows in zip(chunks, output.split(lengths), strict=True):
-            done[chunk.request] = chunk.end
-            if chunk.request == 0:
-                parts.append(rows)
-    assert torch.equal(torch.cat(parts), whole)
+    check_chunks(model, cpu.pack_decoder(model.decoder))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

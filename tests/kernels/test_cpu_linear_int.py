@@ -45,20 +45,16 @@ def test_any_shape(kind, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_gets_the_same_bits_in_any_batch_with_any_threads(kind):
+def test_a_row_gets_the_same_bits_in_any_batch_with_any_threads(kind, set_threads):
     torch.manual_seed(0)
     packed = cpu.pack_linear(make_weight(200, 300, *kind), bf16(200))
     x = bf16(ROW_COUNTS[-1], 300)
     together = cpu.linear(x, packed)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for count in ROW_COUNTS:
-                assert torch.equal(cpu.linear(x[:count], packed), together[:count]), count
-                assert torch.equal(cpu.linear(x[-count:], packed), together[-count:]), count
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2):
+        set_threads(threads)
+        for count in ROW_COUNTS:
+            assert torch.equal(cpu.linear(x[:count], packed), together[:count]), count
+            assert torch.equal(cpu.linear(x[-count:], packed), together[-count:]), count
 
 
 @pytest.mark.parametrize("kind", KINDS)

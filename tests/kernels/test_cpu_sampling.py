@@ -1,7 +1,7 @@
 """Sampling in C++ gives the reference's tokens, each of them, on every instruction set."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,11 +30,8 @@ pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 @pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
 
 
 def check_tokens(logits: torch.Tensor, **wanted: Any) -> None:

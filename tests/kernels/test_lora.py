@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from adapters import make_adapter, make_parts, segments
-from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
+from decoder_models import LENGTH, Chunk, Model, Shape, check_chunks
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.cpu.decoder import FUNCTIONS
@@ -24,13 +24,6 @@ SHAPES = [
 MIXED = [Chunk(2, 0, 1), Chunk(1, 0, 1), Chunk(0, 0, 33), Chunk(3, 0, 16)]
 # Of each request.
 RANKS = (8, None, 64, 3)
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def adapters_of(kernels, model, dtype=torch.bfloat16):
@@ -91,17 +84,19 @@ def test_panels_are_packed_as_one_by_one(seed):
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, kind, num_threads):
+def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(
+    shape, kind, num_threads, set_threads
+):
     model = Model(shape, kind=kind)
     packed, adapters = cpu.pack_decoder(model.decoder), adapters_of(cpu, model)
     for chunks in (MIXED, MIXED[:2], [Chunk(2, 0, LENGTH)]):
         hidden_states, positions, metadata = model.step(chunks)
         lora = segments(chunks, adapters)
-        torch.set_num_threads(1)
+        set_threads(1)
         composed = run_layer_by_layer(
             FUNCTIONS, model.decoder, hidden_states, positions, model.new_cache(), metadata, lora
         )
-        torch.set_num_threads(num_threads)
+        set_threads(num_threads)
         fused = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata, lora)
         assert torch.equal(fused, composed)
         base = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata)
@@ -116,29 +111,8 @@ def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, kind, nu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_has_its_bits_in_any_batch_and_chunks(shape):
     model = Model(shape)
-    packed, adapters = cpu.pack_decoder(model.decoder), adapters_of(cpu, model)
-    alone = []
-    for request in range(NUM_REQUESTS):
-        chunks = [Chunk(request, 0, LENGTH)]
-        states, positions, metadata = model.step(chunks)
-        cache, lora = model.new_cache(), segments(chunks, adapters)
-        alone.append(cpu.run_decoder(states, packed, positions, cache, metadata, lora))
-    cache, generator = model.new_cache(), random.Random(0)
-    done, parts = [0] * NUM_REQUESTS, [[] for _ in range(NUM_REQUESTS)]
-    while min(done) < LENGTH:
-        sizes = [min(generator.choice([1, 1, 3, 17, 40]), LENGTH - start) for start in done]
-        chunks = [Chunk(i, done[i], done[i] + sizes[i]) for i in range(NUM_REQUESTS) if sizes[i]]
-        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
-        states, positions, metadata = model.step(chunks)
-        lora = segments(chunks, adapters)
-        output = cpu.run_decoder(states, packed, positions, cache, metadata, lora)
-        for chunk, piece in zip(
-            chunks, output.split([c.end - c.start for c in chunks]), strict=True
-        ):
-            parts[chunk.request].append(piece)
-            done[chunk.request] = chunk.end
-    for request in range(NUM_REQUESTS):
-        assert torch.equal(torch.cat(parts[request]), alone[request])
+    adapters = adapters_of(cpu, model)
+    check_chunks(model, cpu.pack_decoder(model.decoder), lambda chunks: segments(chunks, adapters))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

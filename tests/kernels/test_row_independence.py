@@ -35,11 +35,8 @@ ATTENTION = [
     ],
     autouse=True,
 )
-def _threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+def _threads(request, set_threads):
+    set_threads(request.param)
 
 
 @pytest.fixture

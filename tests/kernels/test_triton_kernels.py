@@ -12,19 +12,12 @@ import torch
 from pdserve_kernels import reference
 from pdserve_kernels.fp8 import FP8, FP8_MAX
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
-from support.interpreted import convert_fp8_as_gpus_do
 from support.triton_kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU_OR_INTERPRETED, assert_close
 
 # Interpreted, windows take long; what a dtype changes the cases without one show.
 WINDOW_DTYPES = DTYPES[:1] if INTERPRETED else DTYPES
 
-pytestmark = ON_GPU_OR_INTERPRETED
-
-
-@pytest.fixture(autouse=True)
-def fp8_of_gpus(monkeypatch):
-    if INTERPRETED:
-        convert_fp8_as_gpus_do(monkeypatch)
+pytestmark = [*ON_GPU_OR_INTERPRETED, pytest.mark.usefixtures("fp8_of_gpus")]
 
 
 @pytest.fixture
@@ -32,13 +25,6 @@ def prepare_heads():
     from pdserve_kernels.triton.heads import prepare_heads
 
     return prepare_heads
-
-
-@pytest.fixture
-def kernels():
-    from pdserve_kernels import triton
-
-    return triton
 
 
 def assert_fp8_close(actual, expected, *, places):

@@ -8,31 +8,16 @@ import pytest
 import torch
 from integer_weights import KINDS, exact, make_fp8_weight, make_weight
 
-from support.interpreted import convert_fp8_as_gpus_do
 from support.samples import sampled
 from support.triton_kernels import (
     DEVICE,
     DTYPES,
-    INTERPRETED,
     ON_GPU_OR_INTERPRETED,
     assert_close,
     on_device,
 )
 
-pytestmark = ON_GPU_OR_INTERPRETED
-
-
-@pytest.fixture(autouse=True)
-def fp8_of_gpus(monkeypatch):
-    if INTERPRETED:
-        convert_fp8_as_gpus_do(monkeypatch)
-
-
-@pytest.fixture
-def kernels():
-    from pdserve_kernels import triton
-
-    return triton
+pytestmark = [*ON_GPU_OR_INTERPRETED, pytest.mark.usefixtures("fp8_of_gpus")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

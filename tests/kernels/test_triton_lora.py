@@ -29,13 +29,6 @@ RANKS = (3, 8, 14)
 pytestmark = ON_GPU_OR_INTERPRETED
 
 
-@pytest.fixture
-def kernels():
-    from pdserve_kernels import triton
-
-    return triton
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_features", [60, 1500])
 def test_adapters_add_what_merged_weights_do(kernels, dtype, in_features):

@@ -10,13 +10,6 @@ from support.triton_kernels import DEVICE, DTYPES, ON_GPU_OR_INTERPRETED, assert
 pytestmark = ON_GPU_OR_INTERPRETED
 
 
-@pytest.fixture
-def kernels():
-    from pdserve_kernels import triton
-
-    return triton
-
-
 def packed_of(kernels, experts):
     return kernels.pack_moe(
         experts.router.to(DEVICE),

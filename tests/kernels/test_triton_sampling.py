@@ -17,13 +17,6 @@ VOCAB_SIZES = [1, 31, 1000, 3001] if INTERPRETED else [1, 31, 1000, 3001, 128_25
 pytestmark = ON_GPU_OR_INTERPRETED
 
 
-@pytest.fixture
-def kernels():
-    from pdserve_kernels import triton
-
-    return triton
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 31, 64, 1025, 3001])
 def test_masked_tokens_are_those_of_the_reference(kernels, dtype, vocab_size):

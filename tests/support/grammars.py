@@ -3,10 +3,10 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,12 +14,14 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.reasoning import Reasoning
-from pdserve_engine.grammar.manager import StructuredOutputManager
+from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
 VOCAB_SIZE = 1392
 EOS = 2
+
+Compile: TypeAlias = Callable[[dict[str, Any]], CompiledGrammar]
 
 
 def structural_tag(format: dict[str, Any]) -> StructuralTag:
@@ -37,6 +39,35 @@ def allowed_ids(bitmask: Bitmask) -> set[int]:
     bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
     assert not bits[VOCAB_SIZE:].any()
     return set(np.flatnonzero(bits).tolist())
+
+
+class Manager(StructuredOutputManager):
+    """A manager whose masks tests wait for."""
+
+    def masks(self, *rows: int) -> TokenMasks:
+        for row in rows:
+            if row in self._rows:
+                self._rows[row].ready.exception(60)
+        masks = self.take(rows)
+        assert masks is not None
+        assert not masks.late
+        return masks
+
+    def row(self, row: int) -> Any:
+        return self._rows[row]
+
+    def allowed(self, row: int) -> set[int]:
+        masks = self.masks(row)
+        assert not masks.errors, masks.errors
+        return allowed_ids(masks.bitmask[0])
+
+    def forced_of(self, row: int) -> Sequence[int]:
+        """Return the tokens that are forced of a row, which are known with its mask."""
+        self.masks(row)
+        return self.forced([row]).get(row, ())
+
+    def error(self, row: int) -> str:
+        return self.masks(row).errors[0].message
 
 
 def hold_masks(

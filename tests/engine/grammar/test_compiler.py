@@ -234,7 +234,6 @@ def test_large_ones_take_turns_in_the_cache(make_compiler, tokenizer_info) -> No
     for tag in (*LARGE, LARGE[0]):
         compiler.submit(tag).result(TIMEOUT_S)
     assert compiler.outcomes == ["compiled"] * 3
-    assert 0 < compiler.compiler._cache.num_bytes <= size * 3 // 2
 
 
 def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:

@@ -12,12 +12,9 @@ from tokenizers import normalizers, pre_tokenizers
 
 from pdserve_engine.grammar import manager as manager_module
 from pdserve_engine.grammar.forced import MAX_BYTES, ForcedText, whole_characters
-from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import make_encoder
-from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids, hold_masks
-
-Compile = Callable[[dict[str, Any]], CompiledGrammar]
+from support.grammars import EOS, MODEL, VOCAB_SIZE, Compile, Manager, hold_masks
 
 SCHEMA = {
     "type": "object",
@@ -51,29 +48,17 @@ def encode() -> Callable[[str], Sequence[int]]:
 
 
 @pytest.fixture
-def manager(encode: Callable[[str], Sequence[int]]) -> Iterator[StructuredOutputManager]:
-    manager = StructuredOutputManager(VOCAB_SIZE)
+def manager(encode: Callable[[str], Sequence[int]]) -> Iterator[Manager]:
+    manager = Manager(VOCAB_SIZE)
     manager.encode = encode
     yield manager
     assert manager.close()
 
 
-@pytest.fixture(scope="session")
-def vocabulary(tokenizer_info: TokenizerInfo) -> list[bytes]:
-    return tokenizer_info.vocabulary
-
-
-def mask_of(manager: StructuredOutputManager, row: int) -> set[int]:
-    manager._rows[row].ready.exception(60)
-    masks = manager.take([row])
-    assert masks is not None
-    return allowed_ids(masks.bitmask[0])
-
-
 @pytest.mark.parametrize("format_", FORMATS)
 def test_what_is_forced_is_all_that_the_masks_allow(
     format_: dict[str, Any],
-    manager: StructuredOutputManager,
+    manager: Manager,
     compile_format: Compile,
     vocabulary: list[bytes],
 ) -> None:
@@ -84,9 +69,9 @@ def test_what_is_forced_is_all_that_the_masks_allow(
         manager.add(seed, grammar, ())
         token_ids: list[int] = []
         for _ in range(40):
-            forced = manager.forced([seed]).get(seed, ())
+            forced = manager.forced_of(seed)
             text = b"".join(vocabulary[token_id] for token_id in forced)
-            allowed = mask_of(manager, seed)
+            allowed = manager.allowed(seed)
             if forced:
                 num_forced += 1
                 assert all(
@@ -95,9 +80,9 @@ def test_what_is_forced_is_all_that_the_masks_allow(
                 )
             # They are tokens that fit one behind the other, and looking has changed nothing.
             manager.add(1000, grammar, token_ids)
-            assert mask_of(manager, 1000) == allowed
+            assert manager.allowed(1000) == allowed
             for token_id in forced:
-                assert token_id in mask_of(manager, 1000)
+                assert token_id in manager.allowed(1000)
                 manager.accept({1000: [token_id]})
             manager.remove(1000)
             if allowed <= {EOS}:
@@ -108,17 +93,17 @@ def test_what_is_forced_is_all_that_the_masks_allow(
 
 
 def test_drafts_are_cut_as_the_tokenizer_cuts_them(
-    manager: StructuredOutputManager, compile_format: Compile
+    manager: Manager, compile_format: Compile
 ) -> None:
     text = "One afternoon Mia found a kite in the garden."
     token_ids = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
     manager.add(0, compile_format({"type": "const_string", "value": text}), ())
     for index in range(len(token_ids)):
-        assert list(manager.forced([0])[0]) == token_ids[index:]
+        assert list(manager.forced_of(0)) == token_ids[index:]
         manager.accept({0: [token_ids[index]]})
-    assert manager.forced([0]) == {}
+    assert not manager.forced_of(0)
     manager.accept({0: [EOS]})
-    assert manager.forced([0]) == {}
+    assert not manager.forced_of(0)
 
 
 def test_parts_of_characters_are_left_out(
@@ -149,20 +134,20 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_of_a_text_without_end_the_beginning_is_forced(
-    name: str, manager: StructuredOutputManager, compile_format: Compile, vocabulary: list[bytes]
+    name: str, manager: Manager, compile_format: Compile, vocabulary: list[bytes]
 ) -> None:
     manager.add(0, compile_format({"type": "grammar", "grammar": ENDLESS[name]}), ())
     for _ in range(3):
-        allowed = mask_of(manager, 0)
-        forced = manager.forced([0]).get(0, ())
+        allowed = manager.allowed(0)
+        forced = manager.forced_of(0)
         num_bytes = sum(len(vocabulary[token_id]) for token_id in forced)
         assert num_bytes <= MAX_BYTES + max(map(len, vocabulary))
         manager.accept({0: [min(allowed)]})
-    assert manager.forced([0])
+    assert manager.forced_of(0)
 
 
 def test_of_rows_that_are_late_slow_large_or_gone_nothing_is_forced(
-    manager: StructuredOutputManager,
+    manager: Manager,
     compile_format: Compile,
     tokenizer_info: TokenizerInfo,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +159,7 @@ def test_of_rows_that_are_late_slow_large_or_gone_nothing_is_forced(
     manager.add(1, grammar, ())
     monkeypatch.undo()
     manager.add(2, grammar, ())
-    assert mask_of(manager, 0) == mask_of(manager, 1) == mask_of(manager, 2)
+    assert manager.allowed(0) == manager.allowed(1) == manager.allowed(2)
     assert manager.forced([0, 1, 2, 3]).keys() == {2}
     manager.remove(2)
     assert manager.forced([0, 1, 2, 3]) == {}
@@ -186,11 +171,11 @@ def test_of_rows_that_are_late_slow_large_or_gone_nothing_is_forced(
 
 
 def test_what_is_no_token_of_the_model_ends_a_draft(
-    manager: StructuredOutputManager, compile_format: Compile
+    manager: Manager, compile_format: Compile
 ) -> None:
     manager.encode = lambda text: [7, VOCAB_SIZE - 1, VOCAB_SIZE, 8]
     manager.add(0, compile_format({"type": "const_string", "value": "the garden"}), ())
-    assert manager.forced([0]) == {0: (7, VOCAB_SIZE - 1)}
+    assert manager.forced_of(0) == (7, VOCAB_SIZE - 1)
 
 
 @pytest.mark.parametrize(

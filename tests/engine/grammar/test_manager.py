@@ -4,7 +4,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,16 +19,12 @@ from pdserve_engine.grammar.manager import (
     MAX_LATE_S,
     SLOW_NICENESS,
     SLOW_NUM_TOKENS,
-    StructuredOutputManager,
-    TokenMasks,
 )
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import SPECIAL
 from support.clock import Clock
-from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids, hold_masks
+from support.grammars import EOS, MODEL, VOCAB_SIZE, Compile, Manager, allowed_ids, hold_masks
 from support.samples import seeds
-
-Compile = Callable[[dict[str, Any]], CompiledGrammar]
 
 SCHEMA = {
     "type": "object",
@@ -58,30 +54,6 @@ PATTERNS = (
 )
 
 
-class Manager(StructuredOutputManager):
-    """One that tests wait for."""
-
-    def masks(self, *rows: int) -> TokenMasks:
-        for row in rows:
-            if row in self._rows:
-                self._rows[row].ready.exception(60)
-        masks = self.take(rows)
-        assert masks is not None
-        assert not masks.late
-        return masks
-
-    def row(self, row: int) -> Any:
-        return self._rows[row]
-
-    def allowed(self, row: int) -> set[int]:
-        masks = self.masks(row)
-        assert not masks.errors, masks.errors
-        return allowed_ids(masks.bitmask[0])
-
-    def error(self, row: int) -> str:
-        return self.masks(row).errors[0].message
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -92,11 +64,6 @@ def manager(clock: Clock) -> Iterator[Manager]:
     manager = Manager(VOCAB_SIZE, clock=clock)
     yield manager
     assert manager.close()
-
-
-@pytest.fixture(scope="session")
-def vocabulary(tokenizer_info: TokenizerInfo) -> list[bytes]:
-    return [bytes(token) for token in tokenizer_info.handle.decoded_vocab()]
 
 
 def walk(manager: Manager, row: int, rng: random.Random, num_tokens: int) -> list[int]:

@@ -3,7 +3,7 @@
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,9 @@ import tokenizers
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
-from pdserve_engine.grammar.native import CompiledGrammar
-from support.grammars import EOS, MODEL, hold_masks
+from support.grammars import EOS, MODEL, Compile, hold_masks
 from support.model_driver import Driver
 from support.samples import seeds
-
-Compile = Callable[[dict[str, Any]], CompiledGrammar]
 
 SCHEMA = {
     "type": "object",

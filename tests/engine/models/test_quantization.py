@@ -1,6 +1,6 @@
 """Quantized models: the formats they are stored in, and what rounding at load time costs."""
 
-import json
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -26,29 +26,6 @@ from support.model_driver import CPU, Driver, make_prompt, record_logits
 TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
 TEXTS = 24
 NUM_TOKENS = 24
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "dynamic": False,
-                "actorder": None,
-            },
-        }
-    },
-    "ignore": ["lm_head"],
-}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 # As tools write them, with all that says nothing about the numbers.
@@ -116,10 +93,17 @@ FROM_GPTQMODEL: dict[str, Any] = {
 
 
 def compressed(**weights: object) -> dict[str, Any]:
-    """COMPRESSED with other fields of its weights."""
-    changed = json.loads(json.dumps(COMPRESSED))
-    changed["config_groups"]["group_0"]["weights"] |= weights
-    return changed  # type: ignore[no-any-return]
+    """FROM_LLM_COMPRESSOR with other fields of its weights; groups are of 32 if it does not say."""
+    changed = copy.deepcopy(FROM_LLM_COMPRESSOR)
+    changed["config_groups"]["group_0"]["weights"] |= {"group_size": 32} | weights
+    return changed
+
+
+COMPRESSED = compressed()
+
+
+def load(folder: Path) -> None:
+    load_model(folder, read_model_config(folder), device=CPU)
 
 
 # Packing by hand, a number at a time.
@@ -391,15 +375,12 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
     folder = make_stored(GPTQ, store_gptq, True).folder
     stem = "model.layers.0.self_attn.v_proj"
 
-    def load() -> None:
-        load_model(folder, read_model_config(folder), device=CPU)
-
     change_tensors(folder, lambda tensors: tensors[f"{stem}.g_idx"].copy_(torch.arange(64) % 2))
     with pytest.raises(ModelError, match=rf"{stem}: g_idx scatters .* \(desc_act\)"):
-        load()
+        load(folder)
     change_tensors(folder, lambda tensors: tensors.pop(f"{stem}.scales"))
     with pytest.raises(ModelError, match=rf"lacks 1 weights: {stem}\.scales"):
-        load()
+        load(folder)
 
     def make_dense(tensors: dict[str, torch.Tensor]) -> None:
         for part in ("qweight", "qzeros", "g_idx"):
@@ -408,7 +389,7 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
 
     change_tensors(folder, make_dense)
     with pytest.raises(ModelError, match="which are one product, only some are quantized"):
-        load()
+        load(folder)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -428,7 +409,7 @@ def test_scales_that_are_not_finite_are_refused(
     stem = "model.layers.0.self_attn.v_proj"
     change_tensors(folder, lambda tensors: tensors[f"{stem}.{name}"][0].fill_(value))
     with pytest.raises(ModelError, match=rf"{stem}: scales have numbers that are not finite"):
-        load_model(folder, read_model_config(folder), device=CPU)
+        load(folder)
 
 
 def test_parts_of_one_product_may_have_all_zero_points_at_the_middle(
@@ -465,7 +446,7 @@ def test_parts_of_one_product_that_differ_are_refused_by_their_names(
     name = "model.layers.0.self_attn.v_proj.weight_scale"
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].float()}))
     with pytest.raises(ModelError, match=r"q_proj, .*k_proj, .*v_proj: weights differ in"):
-        load_model(folder, read_model_config(folder), device=CPU)
+        load(folder)
 
 
 def test_a_bias_that_the_model_would_leave_out_must_be_zero(
@@ -474,15 +455,12 @@ def test_a_bias_that_the_model_would_leave_out_must_be_zero(
     folder = make_stored(FROM_AUTO_GPTQ, store_gptq_with_bias, False).folder
     name = "model.layers.0.mlp.down_proj.bias"
 
-    def load() -> None:
-        load_model(folder, read_model_config(folder), device=CPU)
-
     change_tensors(folder, lambda tensors: tensors[name][7:8].fill_(0.5))
     with pytest.raises(ModelError, match=rf"{name} is not zero, and the model has no place for it"):
-        load()
+        load(folder)
     change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
     with pytest.raises(ModelError, match=rf"{name} has shape \(3,\), the config asks \(64,\)"):
-        load()
+        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +505,7 @@ def test_integers_of_another_shape_than_the_config_asks_are_refused(
     with pytest.raises(
         ModelError, match=r"o_proj: shape is \(64, 63\), the config asks \(64, 64\)"
     ):
-        load_model(folder, read_model_config(folder), device=CPU)
+        load(folder)
 
 
 def test_weights_are_integers_on_their_way_to_the_kernels(
