@@ -80,6 +80,28 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         validate_sampling_params(params, vocab_size=100, capabilities=KNOWN)
 
 
+def detected(**fields: int) -> dict[str, object]:
+    return {"repetition_detection": RepetitionDetectionParams(**fields)}
+
+
+def constrained(**fields: Any) -> dict[str, object]:
+    return {"structured_outputs": StructuredOutputsParams(**fields)}
+
+
+OBJECT = constrained(json_object=True)
+
+
+def transferred(**fields: Any) -> dict[str, object]:
+    return {"kv_transfer_params": KVTransferParams(**fields)}
+
+
+PULL: dict[str, Any] = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "h"}
+PROBE: dict[str, object] = {
+    "priority": PROBE_PRIORITY,
+    "sampling_params": SamplingParams(max_tokens=2),
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -132,57 +154,37 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         ({"length_penalty": math.inf}, "length_penalty is inf, must be finite"),
         ({"early_stopping": EarlyStopping.TRUE}, "early_stopping needs use_beam_search"),
         (
-            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1025)},
+            detected(max_pattern_size=1025),
             "repetition_detection.max_pattern_size is 1025, must be 1 to 1024",
         ),
         (
-            {
-                "repetition_detection": RepetitionDetectionParams(
-                    max_pattern_size=2, min_pattern_size=3
-                )
-            },
+            detected(max_pattern_size=2, min_pattern_size=3),
             "repetition_detection.min_pattern_size is 3, must be 1 to max_pattern_size (2)",
         ),
         (
-            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=1)},
+            detected(max_pattern_size=2, min_count=1),
             "repetition_detection.min_count is 1, must be 2 to 2147483647",
         ),
         (
-            {
-                "repetition_detection": RepetitionDetectionParams(
-                    max_pattern_size=2, min_count=2**32
-                )
-            },
+            detected(max_pattern_size=2, min_count=2**32),
             "repetition_detection.min_count is 4294967296, must be 2 to 2147483647",
         ),
+        (constrained(regex="a"), "structured_outputs is set: not served yet"),
         (
-            {"structured_outputs": StructuredOutputsParams(regex="a")},
-            "structured_outputs is set: not served yet",
-        ),
-        (
-            {"structured_outputs": StructuredOutputsParams(regex="a", choice=("a",))},
+            constrained(regex="a", choice=("a",)),
             "structured_outputs has 2 constraints (regex, choice), must be exactly one of json_",
         ),
         (
-            {
-                "structured_outputs": StructuredOutputsParams(json_object=True),
-                "ignore_eos": True,
-            },
+            {**OBJECT, "ignore_eos": True},
             "ignore_eos is True, must be False with structured_outputs",
         ),
+        ({**OBJECT, "min_tokens": 3}, "min_tokens is 3, must be 0 with structured_outputs"),
         (
-            {"structured_outputs": StructuredOutputsParams(json_object=True), "min_tokens": 3},
-            "min_tokens is 3, must be 0 with structured_outputs",
-        ),
-        (
-            {
-                "structured_outputs": StructuredOutputsParams(json_object=True),
-                "use_beam_search": True,
-            },
+            {**OBJECT, "use_beam_search": True},
             "use_beam_search is True, must be False with structured_outputs",
         ),
         (
-            {"structured_outputs": StructuredOutputsParams()},
+            constrained(),
             "structured_outputs has 0 constraints (none), must be exactly one of json_schema",
         ),
     ],
@@ -227,33 +229,19 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
             "exactly one of sampling_params and pooling_params must be set",
         ),
         ({"resumable": True}, "resumable is set: not served yet"),
-        ({"kv_transfer_params": KVTransferParams()}, "needs exactly one of"),
+        (transferred(), "needs exactly one of"),
         (
-            {"kv_transfer_params": KVTransferParams(do_remote_decode=True, remote_engine_id="d")},
+            transferred(do_remote_decode=True, remote_engine_id="d"),
             "is for a prefill worker, this is a decode worker",
         ),
+        (transferred(do_remote_prefill=True), "remote_engine_id is empty"),
+        (transferred(**PULL, remote_port=70000), "no address to pull from"),
         (
-            {"kv_transfer_params": KVTransferParams(do_remote_prefill=True)},
-            "remote_engine_id is empty",
-        ),
-        (
-            {
-                "kv_transfer_params": KVTransferParams(
-                    do_remote_prefill=True, remote_engine_id="p", remote_host="h", remote_port=70000
-                )
-            },
-            "no address to pull from",
-        ),
-        (
-            {
-                "kv_transfer_params": KVTransferParams(
-                    do_remote_prefill=True,
-                    remote_engine_id="p",
-                    remote_host="h",
-                    remote_port=7,
-                    prefix_source=KVPrefixSource(engine_id="d", host="h", port=7, num_tokens=16),
-                )
-            },
+            transferred(
+                **PULL,
+                remote_port=7,
+                prefix_source=KVPrefixSource(engine_id="d", host="h", port=7, num_tokens=16),
+            ),
             "prefix_source makes no sense",
         ),
         ({"deadline": time.monotonic() + 1e10}, "s, must be at most 604800 s"),
@@ -280,41 +268,22 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ),
         ({"fork_of": "ä"}, "request_id must be printable ASCII"),
         (
-            {
-                "fork_of": "parent",
-                "kv_transfer_params": KVTransferParams(
-                    do_remote_prefill=True, remote_engine_id="p", remote_host="h", remote_port=7
-                ),
-            },
+            {"fork_of": "parent", **transferred(**PULL, remote_port=7)},
             "fork_of and kv_transfer_params are both set",
         ),
         ({"fork_of": "parent", "attempt": 1}, "fork_of is set, attempt is 1, must be 0"),
         ({"priority": 2**31 - 1}, "priority is 2147483647, must be -2147483646 to 2147483646"),
         ({"priority": -(2**31)}, "priority is -2147483648, must be -2147483646 to 2147483646"),
-        (
-            {"priority": PROBE_PRIORITY},
-            "priority is -2147483647, which is for probes: max_tokens is None, at most 2",
-        ),
+        ({"priority": PROBE_PRIORITY}, "which is for probes: max_tokens is None, at most 2"),
         (
             {"priority": PROBE_PRIORITY, "sampling_params": SamplingParams(max_tokens=3)},
-            "priority is -2147483647, which is for probes: max_tokens is 3, at most 2",
+            "which is for probes: max_tokens is 3, at most 2",
         ),
         (
-            {
-                "priority": PROBE_PRIORITY,
-                "sampling_params": SamplingParams(max_tokens=2),
-                "prompt_token_ids": (1,) * 5,
-            },
-            "priority is -2147483647, which is for probes: the prompt has 5 tokens, at most 4",
+            {**PROBE, "prompt_token_ids": (1,) * 5},
+            "which is for probes: the prompt has 5 tokens, at most 4",
         ),
-        (
-            {
-                "priority": PROBE_PRIORITY,
-                "sampling_params": SamplingParams(max_tokens=2),
-                "fork_of": "parent",
-            },
-            "priority is -2147483647, which is for probes: fork_of is set, leave it unset",
-        ),
+        ({**PROBE, "fork_of": "parent"}, "which is for probes: fork_of is set, leave it unset"),
     ],
 )
 def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str) -> None:

@@ -1,7 +1,6 @@
 """Each tool of the fault suites does what it says."""
 
 import contextlib
-import importlib
 import os
 import random
 import signal
@@ -27,8 +26,7 @@ from pdserve_faults.stages import STAGES
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.sampling_params import SamplingParams
-from support.cluster import CLIENT, PLUGIN, Cluster, ClusterError
-from support.controls import ControlError
+from support.cluster import CLIENT, Cluster, ClusterError
 from support.network import (
     Network,
     missing_for_loss,
@@ -103,14 +101,6 @@ def asker(cluster: Cluster) -> Iterator[Asker]:
 # ---- stages
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_names_a_method_that_exists(stage: str) -> None:
-    point = STAGES[stage]
-    assert callable(
-        getattr(getattr(importlib.import_module(point.module), point.cls), point.method)
-    )
-
-
 def test_a_request_passes_all_stages(
     cluster: Cluster, asker: Asker, expected: dict[str, Answer]
 ) -> None:
@@ -140,62 +130,7 @@ def test_a_barrier_holds_a_request_until_it_may_go_on(
     check_answer(asking.answer.result(60), expected[kind], within_s=10.0)
 
 
-def test_a_stage_that_nobody_reaches_says_so(cluster: Cluster) -> None:
-    cluster.controls("decode-0").arm("mid_stream")
-    with pytest.raises(ControlError, match=r"mid_stream was not reached within 0\.1 s"):
-        cluster.controls("decode-0").wait_reached("mid_stream", timeout_s=0.1)
-    with pytest.raises(ControlError, match="no_such_stage"):
-        cluster.controls("decode-0").wait_reached("no_such_stage")
-
-
 # ---- processes
-
-
-def test_a_step_hangs_while_the_rest_of_the_process_answers(
-    cluster: Cluster, asker: Asker, expected: dict[str, Answer]
-) -> None:
-    cluster.controls("decode-0").hang_step()
-    asking = asker.start(PROMPT, PARAMS["greedy"])
-    asking.wait_for_tokens(1)
-    time.sleep(0.5)
-    assert len(asking.token_ids) == 1, "P's"
-    assert cluster.is_serving("decode-0")
-    cluster.controls("decode-0").reset()
-    check_answer(asking.answer.result(60), expected["greedy"], within_s=10.0)
-
-
-def test_a_killed_worker_ends_its_streams_and_comes_back(
-    cluster: Cluster,
-    asker: Asker,
-    expected: dict[str, Answer],
-    baseline: dict[str, Held],
-) -> None:
-    cluster.controls("decode-0").arm("mid_stream", skip=5, hold=True)
-    asking = asker.start(PROMPT, PARAMS["greedy"])
-    cluster.controls("decode-0").wait_reached("mid_stream")
-    old_pid = cluster.members["decode-0"].pid
-    cluster.kill("decode-0")
-    check_answer(
-        asking.answer.result(SILENCE_S), expected["greedy"], within_s=SILENCE_S, may_fail=True
-    )
-    with pytest.raises(ClusterError, match="decode-0 is not running"):
-        cluster.stop("decode-0")
-    wait_for_baseline(cluster, baseline)
-    cluster.restore()
-    assert cluster.members["decode-0"].pid != old_pid
-    check_answer(asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=10.0)
-    wait_for_baseline(cluster, baseline)
-
-
-@pytest.mark.parametrize("name", ["prefill-0", "router-0"])
-def test_a_stopped_process_answers_nothing_until_it_may_go_on(cluster: Cluster, name: str) -> None:
-    cluster.stop(name)
-    assert not cluster.is_serving(name)
-    with pytest.raises(TimeoutError):
-        cluster.metrics(name)
-    cluster.cont(name)
-    # A router's workers may have taken it for gone: it is ready again once it has attached.
-    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "stopped", timeout_s=30.0)
 
 
 @pytest.mark.parametrize("name", ["decode-0", "router-0"])
@@ -208,15 +143,6 @@ def test_a_frozen_loop_serves_nothing_while_other_threads_go_on(
     assert cluster.metrics(name)
     assert time.monotonic() - frozen_at < FROZEN_S, "too slow to say anything"
     cluster.wait_for(lambda: "" if cluster.is_serving(name) else "frozen", timeout_s=4 * FROZEN_S)
-
-
-def test_a_process_ends_with_the_test() -> None:
-    env = {**os.environ, "PYTHONPATH": str(PLUGIN), "PDSERVE_FAULTS_FREEZE": ""}
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(60) == 1
 
 
 # ---- networks
@@ -240,27 +166,6 @@ def links_of(cluster: Cluster, name: str) -> str:
     return f"{name} has {count:g} links" if count else ""
 
 
-@needs_partitions
-def test_a_router_notices_that_it_is_parted_from_a_worker(cluster: Cluster) -> None:
-    sample = 'pdserve_workers{role="prefill",state="ready"}'
-    cluster.partition("router-0", "prefill-0")
-    cluster.wait_for(
-        lambda: "still ready" if cluster.metrics("router-0")[sample] else "", timeout_s=SILENCE_S
-    )
-    assert cluster.is_serving("prefill-0")
-    cluster.heal("router-0", "prefill-0")
-    cluster.wait_until_ready()
-
-
-@needs_partitions
-def test_the_client_can_be_cut_off(cluster: Cluster) -> None:
-    cluster.partition(CLIENT, "decode-0")
-    assert not cluster.is_serving("decode-0")
-    assert cluster.is_serving("prefill-0")
-    cluster.heal(CLIENT, "decode-0")
-    cluster.wait_for(lambda: "" if cluster.is_serving("decode-0") else "cut", timeout_s=30.0)
-
-
 @needs_loss
 def test_lost_packets_are_lost_and_change_no_token(
     cluster: Cluster, asker: Asker, expected: dict[str, Answer]
@@ -273,12 +178,6 @@ def test_lost_packets_are_lost_and_change_no_token(
     )
     with pytest.raises(ValueError, match="percent is 100, must be 0 to 99"):
         cluster.loss(CLIENT, "router-0", 100)
-
-
-def test_without_networks_nothing_can_be_cut(model: Path, tmp_path: Path) -> None:
-    cluster = Cluster(model=model, log_dir=tmp_path)
-    with pytest.raises(ClusterError, match="networks=True"):
-        cluster.partition("prefill-0", "decode-0")
 
 
 @needs_partitions
@@ -401,11 +300,6 @@ def test_corrupt_blocks_make_wrong_tokens(
     assert answer.token_ids != expected["greedy"].token_ids, (
         "the fault has not touched what is read"
     )
-
-
-def test_an_unknown_fault_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(ControlError, match="'fire' is not a valid ReadFault"):
-        cluster.controls("decode-0").inject("fire")
 
 
 # ---- checks

@@ -404,12 +404,6 @@ def test_a_stack_takes_no_port_twice(
     assert len(ports) == len(set(ports)) == 7
 
 
-def test_a_wrong_flag_shows_the_usage(tmp_path: Path) -> None:
-    result = run("up", "--modle", "x", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "unrecognized arguments: --modle" in result.stderr
-
-
 def test_engines_run_where_a_stack_is_told(model: str, tmp_path: Path) -> None:
     ports = dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0)
     config = StackConfig(model=model, engine_process="subprocess", log_dir=str(tmp_path), **ports)  # type: ignore[arg-type]

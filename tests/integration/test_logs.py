@@ -100,18 +100,6 @@ async def test_a_request_over_http(stack: Any, http: Any) -> None:
         assert "a secret of mine" not in stack.log(name)
 
 
-async def test_a_refused_request_over_http(stack: Any, http: Any) -> None:
-    body = {"prompt": PROMPT, "top_p": 7}
-
-    async def ask() -> None:
-        answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "refused"})
-        assert answer.status_code == 400
-
-    entry = await end_of(stack, "refused", ask)
-    assert (entry["path"], entry["status"]) == ("/v1/completions", "400")
-    assert (entry["error"], entry["field"]) == ("invalid_argument", "top_p")
-
-
 async def test_requests_over_grpc(stack: Any, stub: Any) -> None:
     await read_all(stub.Generate(request("by-grpc", max_tokens=2)))
     entry = await end_of(stack, "by-grpc")

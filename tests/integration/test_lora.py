@@ -126,25 +126,6 @@ async def test_adapters_are_models_to_openai_s_clients(served: Served) -> None:
             await generate(stub, "unknown")
 
 
-async def test_answers_go_on_when_a_decode_worker_dies(served: Served) -> None:
-    names = ["", "one", "other"] * 4
-    async with grpc.aio.insecure_channel(served.stack.grpc_address) as channel:
-        stub = pb2_grpc.InferenceServiceStub(channel)
-
-        async def kill_amid_answers() -> None:
-            begun = [asyncio.Event() for _ in names]
-            answers = [
-                asyncio.create_task(generate(stub, name, event))
-                for name, event in zip(names, begun, strict=True)
-            ]
-            await asyncio.gather(*(event.wait() for event in begun))
-            await asyncio.to_thread(served.stack.kill_process, "decode-0")
-            for name, answer in zip(names, answers, strict=True):
-                assert await answer == served.expected[name], name
-
-        await served.stack.until_redriven(kill_amid_answers)
-
-
 async def test_adapters_of_fused_linears_on_the_transformers_backend(
     make_served_model: Callable[..., Path],
     hf_greedy: Callable[..., list[int]],

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 600
 PROMPT = random.Random(0).choices(range(3, 290), k=100)
-LONG_PROMPT = random.Random(1).choices(range(3, 290), k=7000)
 PARAMS: Mapping[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1),
     "sampled": SamplingParams(
@@ -140,15 +138,6 @@ def num_recovered(told: list[Told]) -> int:
     return sum(metrics.num_redrives for _, metrics, _ in told)
 
 
-async def test_streams_go_on_when_their_decode_worker_is_killed(stack: Any, stub: Any) -> None:
-    redrives = "pdserve_redrives_total"
-    before = total(stack.metrics("router"), redrives)
-    told = await ask_during(stub, lambda: stack.kill_process("decode-1"))
-    assert 0 < num_recovered(told) < len(told)
-    assert total(stack.metrics("router"), redrives) == before + num_recovered(told)
-    stack.assert_idle(without="decode-1")
-
-
 async def test_a_decode_worker_hands_streams_back_at_the_end_of_its_drain(
     stack: Any, stub: Any
 ) -> None:
@@ -156,55 +145,6 @@ async def test_a_decode_worker_hands_streams_back_at_the_end_of_its_drain(
     assert 0 < num_recovered(told) < len(told)
     assert stack.process("decode-1").wait(60) == 0
     stack.assert_idle(without="decode-1")
-
-
-async def test_a_chain_of_drains_under_one_stream_costs_it_nothing(
-    stack: Any, start_router: Any, tmp_path: Path
-) -> None:
-    """Of a router that sends no failed request again: what is drained is not failed."""
-    ports = {worker.name: worker.port for worker in stack.workers}
-    listed = tmp_path / "decode"
-    listed.write_text(f"127.0.0.1:{ports['decode-0']}\n")
-    params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
-    async with start_router(stack, decode=f"file://{listed}", max_redrives=0) as router:
-        expected, _ = await router.ask(PROMPT, params)
-        names = ["decode-0", "decode-1"]
-        listed.write_text("".join(f"127.0.0.1:{ports[name]}\n" for name in names))
-        await router.until(2, "pdserve_workers", role="decode", state="ready")
-        asked = asyncio.create_task(router.ask(PROMPT, params))
-        num_drains = 0
-        while num_drains < 4 and not asked.done():
-            # Other routers prove pairs meanwhile: only this one knows where the stream is.
-            busy = {client.address for client in router.server.pool.decode if client.num_in_flight}
-            running = [name for name in names if f"127.0.0.1:{ports[name]}" in busy]
-            if not running:
-                await asyncio.sleep(0.02)
-                continue
-            stack.send_signal(running[0], signal.SIGTERM)
-            assert await asyncio.to_thread(stack.process(running[0]).wait, 60) == 0
-            num_drains += 1
-            stack.wake_and_start()
-            await asyncio.to_thread(stack.wait_until_whole)
-            await router.until(2, "pdserve_workers", role="decode", state="ready")
-        tokens, metrics = await asked
-    assert tokens == expected
-    # Had the router ended it, the client library would have gone on with another stream.
-    assert 0 < metrics.num_redrives <= num_drains
-    stack.assert_idle()
-
-
-async def test_a_prompt_is_computed_when_its_prefill_worker_is_killed_under_it(
-    stack: Any, stub: Any
-) -> None:
-    asked = asyncio.create_task(ask(stub, SHORT, LONG_PROMPT))
-    name = await asyncio.to_thread(wait_for_running, stack, ("prefill-0", "prefill-1"))
-    stack.kill_process(name)
-    told = await asked
-    assert told.metrics.num_redrives == 1
-    stack.assert_idle(without=name)
-    again = await ask(stub, SHORT, LONG_PROMPT)
-    assert again.metrics.num_redrives == 0
-    assert again.answer == told.answer
 
 
 async def test_every_worker_is_replaced_under_load_and_no_request_fails(
@@ -238,17 +178,3 @@ async def test_every_worker_is_replaced_under_load_and_no_request_fails(
         await asyncio.gather(*load)
     assert num_answers > 20
     stack.assert_idle()
-
-
-def wait_for_running(stack: Any, names: tuple[str, ...]) -> str:
-    """Return the first of the workers that has a request in its batch."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for name in names:
-            if stack.metrics(name)["pdserve_requests_running"]:
-                return name
-    raise AssertionError(f"no request came to {names}")
-
-
-def total(samples: dict[str, float], name: str) -> float:
-    return sum(value for sample, value in samples.items() if sample.startswith(name))

@@ -338,38 +338,3 @@ async def test_a_stream_goes_on_at_another_router_in_the_middle_of_arguments(
         assert other.count("pdserve_requests_total", model="tiny", outcome="stop") == 2
     assert resumed == whole
     jsonschema.validate(json.loads(whole[3]), STORY)
-
-
-async def test_a_stream_goes_on_when_d_is_killed_in_the_middle_of_arguments(
-    stack: RunningStack, client: openai.AsyncOpenAI
-) -> None:
-    body = {"tools": [TOOLS["tell"]], "tool_choice": "required", "parallel_tool_calls": False}
-
-    async def answers(begun: Sequence[asyncio.Event]) -> list[Answer]:
-        asked = (
-            ask_streamed(client, f"{seed}", event, seed=seed, **body)
-            for seed, event in enumerate(begun)
-        )
-        return list(await asyncio.gather(*asked))
-
-    def num_running(name: str) -> float:
-        return stack.metrics(name)["pdserve_requests_running"]
-
-    expected = await answers([asyncio.Event() for _ in range(NUM_SEEDS)])
-    for answer in expected:
-        check_calls(answer, ("tell",))
-
-    async def kill_amid_answers() -> None:
-        begun = [asyncio.Event() for _ in range(NUM_SEEDS)]
-        asked = asyncio.create_task(answers(begun))
-        waiting = [asyncio.create_task(event.wait()) for event in begun]
-        # Of the first: by the time all have begun, a quick worker is done with them.
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        stack.kill_process(max(("decode-0", "decode-1"), key=num_running))
-        assert await asked == expected
-        await asyncio.gather(*waiting)
-
-    try:
-        await stack.until_redriven(kill_amid_answers)
-    finally:
-        stack.restore()

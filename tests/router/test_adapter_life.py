@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason, WorkerRole
+from pdserve_common.engine_types import ErrorCode, ErrorFault, WorkerRole
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
 from support.fake_worker import EOS, Running, decode, prefill
 from support.router_stack import ANSWER_TEXT, Stack, StartStack, tokens_of
@@ -90,13 +90,9 @@ async def test_a_name_is_listed_when_a_proven_pair_has_it(start_stack: StartStac
 
 
 def refuse(running: Running) -> None:
-    error = EngineError(
-        code=ErrorCode.FAILED_PRECONDITION,
-        message="not held",
-        is_retryable=True,
-        fault=ErrorFault.WORKER,
+    running.fail(
+        ErrorCode.FAILED_PRECONDITION, "not held", is_retryable=True, fault=ErrorFault.WORKER
     )
-    running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
 
 async def refuses(running: Running) -> None:

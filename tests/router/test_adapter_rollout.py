@@ -69,16 +69,22 @@ async def test_as_many_as_asked_get_it_those_that_have_it_first() -> None:
     await stage.pool.close()
 
 
+async def load_old(
+    rollout: AdapterRollout, stage: ModelledPool, workers: ModelledAdapters
+) -> tuple[LoRAAdapter]:
+    """Have the name stand for another content; return what is listed then."""
+    workers.contents = {worker.address: OLD for worker in stage.workers}
+    adapter = await rollout.load(LORA)
+    workers.contents = {}
+    return (dataclasses.replace(adapter, path="x"),)
+
+
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("has_old", [False, True])
 async def test_where_one_refuses_nobody_has_it(number: int, has_old: bool) -> None:
     stage, workers = await started(2, 2)
     rollout = AdapterRollout(stage.pool, workers)
-    before: tuple[LoRAAdapter, ...] = ()
-    if has_old:
-        workers.contents = {worker.address: OLD for worker in stage.workers}
-        before = (dataclasses.replace(await rollout.load(LORA), path="x"),)
-        workers.contents = {}
+    before = await load_old(rollout, stage, workers) if has_old else ()
     refusing = stage.workers[number].address
     workers.refusals[refusing] = FailedPreconditionError("all are pinned")
     with pytest.raises(FailedPreconditionError, match="all are pinned"):
@@ -122,11 +128,7 @@ async def test_it_is_taken_back_from_all_at_once(monkeypatch: pytest.MonkeyPatch
 async def test_where_one_loads_it_too_late_nobody_has_it(number: int, has_old: bool) -> None:
     stage, workers = await started(2, 2)
     rollout = AdapterRollout(stage.pool, workers)
-    before: tuple[LoRAAdapter, ...] = ()
-    if has_old:
-        workers.contents = {worker.address: OLD for worker in stage.workers}
-        before = (dataclasses.replace(await rollout.load(LORA), path="x"),)
-        workers.contents = {}
+    before = await load_old(rollout, stage, workers) if has_old else ()
     workers.late = {stage.workers[number].address}
     # What the first one has loaded only its answer says, unless the call does.
     lora = dataclasses.replace(LORA, digest=NEW if has_old else "")

@@ -1,6 +1,7 @@
 """An adapter comes to more workers when all that hold it have much to do, and only then."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -94,6 +95,19 @@ class Stage:
         return added, refused
 
 
+@contextlib.asynccontextmanager
+async def started(
+    num_prefill: int, num_decode: int, *, num_workers: int = 1, load: int = 50
+) -> AsyncIterator[Stage]:
+    """A stage on which so many pairs hold the adapter and have so much to do."""
+    stage = Stage(num_prefill, num_decode)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=num_workers)
+    stage.load_holders(load)
+    yield stage
+    await stage.close()
+
+
 def num_requests(worker: WorkerClient) -> int:
     assert worker.stats is not None
     return worker.stats.num_running_reqs
@@ -153,57 +167,46 @@ async def test_whatever_the_load_the_least_loaded_get_it_and_only_where_it_is_wa
 
 
 async def test_load_is_looked_at_once_in_a_while_and_new_workers_are_given_time() -> None:
-    stage = Stage(3, 3)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    assert await stage.request() == []
-    stage.load_holders(50)
-    assert await stage.request(after_s=adapter_scale_out.LOOK_S / 2) == []
-    assert len(await stage.request(after_s=adapter_scale_out.LOOK_S)) == 2
-    assert len(stage.holders()) == 4
-    stage.load_holders(50)
-    assert await stage.request(after_s=adapter_scale_out.LOOK_S) == []
-    assert len(await stage.request(after_s=adapter_scale_out.SETTLE_S)) == 2
-    # All have it.
-    stage.load_holders(50)
-    assert await stage.request(after_s=100) == []
-    assert stage.counted() == (2, 0)
-    await stage.close()
+    async with started(3, 3, load=0) as stage:
+        assert await stage.request() == []
+        stage.load_holders(50)
+        assert await stage.request(after_s=adapter_scale_out.LOOK_S / 2) == []
+        assert len(await stage.request(after_s=adapter_scale_out.LOOK_S)) == 2
+        assert len(stage.holders()) == 4
+        stage.load_holders(50)
+        assert await stage.request(after_s=adapter_scale_out.LOOK_S) == []
+        assert len(await stage.request(after_s=adapter_scale_out.SETTLE_S)) == 2
+        # All have it.
+        stage.load_holders(50)
+        assert await stage.request(after_s=100) == []
+        assert stage.counted() == (2, 0)
 
 
 async def test_who_refuses_is_asked_less_and_less_often() -> None:
-    stage = Stage(2, 2)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    # Full, of adapters that nobody uses: none of them goes for this.
-    stage.workers.max_loras = 0
-    asked = []
-    for second in range(2000):
-        if await stage.request(after_s=1):
-            asked.append(second)
-    waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert waits[:6] == [10, 20, 40, 80, 160, 320]
-    assert max(waits) == adapter_scale_out.MAX_BACKOFF_S
-    assert len(stage.holders()) == 2
-    assert stage.counted() == (0, len(asked))
-    stage.workers.max_loras = 16
-    assert len(await stage.request(after_s=adapter_scale_out.MAX_BACKOFF_S)) == 2
-    assert stage.counted()[0] == 1
-    await stage.close()
+    async with started(2, 2) as stage:
+        # Full, of adapters that nobody uses: none of them goes for this.
+        stage.workers.max_loras = 0
+        asked = []
+        for second in range(2000):
+            if await stage.request(after_s=1):
+                asked.append(second)
+        waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
+        assert waits[:6] == [10, 20, 40, 80, 160, 320]
+        assert max(waits) == adapter_scale_out.MAX_BACKOFF_S
+        assert len(stage.holders()) == 2
+        assert stage.counted() == (0, len(asked))
+        stage.workers.max_loras = 16
+        assert len(await stage.request(after_s=adapter_scale_out.MAX_BACKOFF_S)) == 2
+        assert stage.counted()[0] == 1
 
 
 async def test_where_one_of_a_pair_refuses_neither_has_it() -> None:
-    stage = Stage(2, 2)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    before = stage.holders()
-    (refusing,) = [w for w in stage.pool.prefill if w not in before]
-    stage.workers.refusals[refusing.address] = FailedPreconditionError("other folders")
-    assert len(await stage.request()) == 3
-    assert stage.holders() == before
-    await stage.close()
+    async with started(2, 2) as stage:
+        before = stage.holders()
+        (refusing,) = [w for w in stage.pool.prefill if w not in before]
+        stage.workers.refusals[refusing.address] = FailedPreconditionError("other folders")
+        assert len(await stage.request()) == 3
+        assert stage.holders() == before
 
 
 async def extends_nothing(adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
@@ -213,125 +216,107 @@ async def extends_nothing(adapter: LoRAAdapter, workers: Sequence[WorkerClient])
 async def test_those_that_start_again_get_what_they_had_once_requests_ask_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = Stage(2, 3)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=2)
-    before = stage.holders()
-    restarted = [before[0], next(w for w in before if w.role is not before[0].role)]
-    for worker in restarted:
-        stage.workers.digests[worker.address].clear()
-        stage.pools.attach(worker, epoch="2")
-        stage.load(worker, 0)
-        worker.forgotten = frozenset({NEW, "e" * 64})
-    stage.workers.refusals[restarted[1].address] = FailedPreconditionError("other folders")
-    # Nobody is asked while an operator changes adapters, and nothing is lost by that.
-    with monkeypatch.context() as patch:
-        patch.setattr(stage.rollout, "extend", extends_nothing)
-        assert await stage.request(after_s=adapter_scale_out.SETTLE_S) == []
-    calls = [await stage.request(after_s=adapter_scale_out.SETTLE_S) for _ in range(4)]
-    # One after the other, and who refuses is not asked again.
-    assert sorted(map(len, calls)) == [0, 0, 1, 1]
-    assert {address for each in calls for address in each} == {w.address for w in restarted}
-    assert set(stage.holders()) == set(before) - {restarted[1]}
-    assert stage.counted() == (1, 1)
-    # Nor is what has been taken away.
-    for worker in before:
-        worker.forgotten = frozenset({NEW})
-    await stage.rollout.unload("a")
-    assert await stage.request(after_s=100) == []
-    assert not any(NEW in worker.forgotten for worker in before)
-    await stage.close()
+    async with started(2, 3, num_workers=2, load=0) as stage:
+        before = stage.holders()
+        restarted = [before[0], next(w for w in before if w.role is not before[0].role)]
+        for worker in restarted:
+            stage.workers.digests[worker.address].clear()
+            stage.pools.attach(worker, epoch="2")
+            stage.load(worker, 0)
+            worker.forgotten = frozenset({NEW, "e" * 64})
+        stage.workers.refusals[restarted[1].address] = FailedPreconditionError("other folders")
+        # Nobody is asked while an operator changes adapters, and nothing is lost by that.
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.rollout, "extend", extends_nothing)
+            assert await stage.request(after_s=adapter_scale_out.SETTLE_S) == []
+        calls = [await stage.request(after_s=adapter_scale_out.SETTLE_S) for _ in range(4)]
+        # One after the other, and who refuses is not asked again.
+        assert sorted(map(len, calls)) == [0, 0, 1, 1]
+        assert {address for each in calls for address in each} == {w.address for w in restarted}
+        assert set(stage.holders()) == set(before) - {restarted[1]}
+        assert stage.counted() == (1, 1)
+        # Nor is what has been taken away.
+        for worker in before:
+            worker.forgotten = frozenset({NEW})
+        await stage.rollout.unload("a")
+        assert await stage.request(after_s=100) == []
+        assert not any(NEW in worker.forgotten for worker in before)
 
 
 async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() -> None:
-    stage = Stage(2, 2)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    num_calls = len(stage.workers.calls)
-    stage.scale_out.on_request(REQUEST)
-    # It has begun when the name is taken away.
-    unload = asyncio.create_task(stage.rollout.unload("a"))
-    for _ in range(5):
-        stage.now += 100
+    async with started(2, 2) as stage:
+        num_calls = len(stage.workers.calls)
         stage.scale_out.on_request(REQUEST)
-    await asyncio.gather(unload, stage.idle())
-    assert len(stage.workers.calls) - num_calls in (2, 4, 6)
-    assert stage.holders() == []
-    # The other way round: nothing is loaded for a name that has gone.
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    unload = asyncio.create_task(stage.rollout.unload("a"))
-    await asyncio.sleep(0)
-    await stage.request(after_s=100)
-    await unload
-    assert stage.holders() == []
-    assert stage.counted()[1] == 0
-    await stage.close()
+        # It has begun when the name is taken away.
+        unload = asyncio.create_task(stage.rollout.unload("a"))
+        for _ in range(5):
+            stage.now += 100
+            stage.scale_out.on_request(REQUEST)
+        await asyncio.gather(unload, stage.idle())
+        assert len(stage.workers.calls) - num_calls in (2, 4, 6)
+        assert stage.holders() == []
+        # The other way round: nothing is loaded for a name that has gone.
+        await stage.rollout.load(LORA, num_workers=1)
+        stage.load_holders(50)
+        unload = asyncio.create_task(stage.rollout.unload("a"))
+        await asyncio.sleep(0)
+        await stage.request(after_s=100)
+        await unload
+        assert stage.holders() == []
+        assert stage.counted()[1] == 0
 
 
 @pytest.mark.parametrize("num_hanging", [1, 2])
 async def test_what_is_asked_for_does_not_wait_for_a_load_that_is_not(num_hanging: int) -> None:
-    stage = Stage(2, 2)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    others = [w for w in stage.pools.workers if w not in stage.holders()]
-    stage.workers.hanging = {worker.address for worker in others[:num_hanging]}
-    stage.scale_out.on_request(REQUEST)
-    await asyncio.sleep(0.01)
-    # One is there already, and goes as well.
-    assert len(stage.holders()) == 4 - num_hanging
-    await asyncio.wait_for(stage.rollout.unload("a"), 5)
-    await stage.idle()
-    assert stage.holders() == []
-    assert stage.counted() == (0, 0)
-    # Nor for one whose turn comes between two that are asked for.
-    stage.workers.hanging = set()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    others = [w for w in stage.pools.workers if w not in stage.holders()]
-    stage.workers.hanging = {worker.address for worker in others}
-    first = asyncio.create_task(stage.rollout.load(LORA, num_workers=1))
-    stage.now += 100
-    await asyncio.sleep(0)
-    stage.scale_out.on_request(REQUEST)
-    await asyncio.wait_for(asyncio.gather(first, stage.rollout.unload("a"), stage.idle()), 5)
-    assert stage.holders() == []
-    await stage.close()
+    async with started(2, 2) as stage:
+        others = [w for w in stage.pools.workers if w not in stage.holders()]
+        stage.workers.hanging = {worker.address for worker in others[:num_hanging]}
+        stage.scale_out.on_request(REQUEST)
+        await asyncio.sleep(0.01)
+        # One is there already, and goes as well.
+        assert len(stage.holders()) == 4 - num_hanging
+        await asyncio.wait_for(stage.rollout.unload("a"), 5)
+        await stage.idle()
+        assert stage.holders() == []
+        assert stage.counted() == (0, 0)
+        # Nor for one whose turn comes between two that are asked for.
+        stage.workers.hanging = set()
+        await stage.rollout.load(LORA, num_workers=1)
+        stage.load_holders(50)
+        others = [w for w in stage.pools.workers if w not in stage.holders()]
+        stage.workers.hanging = {worker.address for worker in others}
+        first = asyncio.create_task(stage.rollout.load(LORA, num_workers=1))
+        stage.now += 100
+        await asyncio.sleep(0)
+        stage.scale_out.on_request(REQUEST)
+        await asyncio.wait_for(asyncio.gather(first, stage.rollout.unload("a"), stage.idle()), 5)
+        assert stage.holders() == []
 
 
 async def test_what_cannot_be_had_elsewhere_stays_where_it_is() -> None:
-    stage = Stage(2, 2)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=1)
-    stage.load_holders(50)
-    for lora in (
-        LoRARequest(lora_name="b", digest=NEW),
-        LoRARequest(lora_name="a", digest="d" * 64),  # its name stands for another one
-    ):
-        assert await stage.request(lora) == []
-    for worker in stage.holders():
-        assert worker.info is not None
-        # One of --lora: its folder is the worker's own.
-        own = (LoRAAdapter(name="a", digest=NEW, rank=8),)
-        stage.pools.attach(worker, adapters=own)
-        stage.load(worker, 50)
-    assert await stage.request(after_s=100) == []
-    assert stage.counted() == (0, 0)
-    await stage.close()
+    async with started(2, 2) as stage:
+        for lora in (
+            LoRARequest(lora_name="b", digest=NEW),
+            LoRARequest(lora_name="a", digest="d" * 64),  # its name stands for another one
+        ):
+            assert await stage.request(lora) == []
+        for worker in stage.holders():
+            assert worker.info is not None
+            # One of --lora: its folder is the worker's own.
+            own = (LoRAAdapter(name="a", digest=NEW, rank=8),)
+            stage.pools.attach(worker, adapters=own)
+            stage.load(worker, 50)
+        assert await stage.request(after_s=100) == []
+        assert stage.counted() == (0, 0)
 
 
 async def test_who_has_another_one_under_the_name_keeps_it() -> None:
-    stage = Stage(2, 3)
-    await stage.start()
-    await stage.rollout.load(LORA, num_workers=2)
-    other = next(w for w in stage.pool.decode if w not in stage.holders())
-    stage.workers.contents[other.address] = "d" * 64
-    await stage.workers.add_lora(other.address, LORA)
-    stage.load_holders(50)
-    assert await stage.request() == []
-    await stage.close()
+    async with started(2, 3, num_workers=2, load=0) as stage:
+        other = next(w for w in stage.pool.decode if w not in stage.holders())
+        stage.workers.contents[other.address] = "d" * 64
+        await stage.workers.add_lora(other.address, LORA)
+        stage.load_holders(50)
+        assert await stage.request() == []
 
 
 async def test_adapters_without_end_are_not_remembered_for_ever() -> None:

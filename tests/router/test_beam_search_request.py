@@ -11,10 +11,11 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, LogprobsLists
+from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.beam_search import BeamSearch
-from support.fake_worker import EOS, PREFILL_STATS, hang
+from support.fake_worker import EOS, PREFILL_STATS, all_behave, fails_with, hang
+from support.refusals import refused
 from support.waiting import until
 
 PROMPT = [40, 41, 42]
@@ -134,8 +135,7 @@ async def test_each_step_asks_decode_for_one_token_behind_each_beam(stack) -> No
 
 async def test_all_steps_stay_on_one_worker(start_stack) -> None:
     async with start_stack(decode=2) as stack:
-        for worker in stack.decodes:
-            worker.behave = predict
+        all_behave(stack.decodes, predict)
         await generate(stack)
         assert sorted(bool(worker.requests) for worker in stack.decodes) == [False, True]
 
@@ -181,10 +181,8 @@ REFUSED = [
 
 async def test_what_beams_cannot_follow_is_refused(stack) -> None:
     for fields, message in REFUSED:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
             await generate(stack, **fields)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert message in caught.value.details()
     assert stack.decode.requests == []
     rejected = stack.metric("pdserve_requests_total", model="tiny", outcome="rejected")
     assert rejected == len(REFUSED)
@@ -200,8 +198,7 @@ async def test_one_beams_failure_ends_the_request_and_its_other_beams(stack) -> 
     async def fail_one(running) -> None:
         if ".1_" not in running.request.request_id:
             return await hang(running)
-        error = EngineError(code=ErrorCode.OVERLOADED, message="broken on purpose")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.OVERLOADED)
 
     stack.decode.behave = at_step(2, fail_one)
     assert error_of(await generate(stack)) == (core.ERROR_CODE_OVERLOADED, "broken on purpose")
@@ -211,14 +208,10 @@ async def test_one_beams_failure_ends_the_request_and_its_other_beams(stack) -> 
 
 
 async def test_a_worker_that_fails_searches_again_and_again_gets_none(start_stack) -> None:
-    async def fail(running) -> None:
-        error = EngineError(code=ErrorCode.INTERNAL, message="broken on purpose")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
+    fail = fails_with(ErrorCode.INTERNAL)
     async with start_stack(decode=2, routing_policy="round_robin") as stack:
         for is_good in (False, False, True, False, False):
-            for worker in stack.decodes:
-                worker.behave = predict if is_good else fail
+            all_behave(stack.decodes, predict if is_good else fail)
             for _ in stack.decodes:
                 await generate(stack)
             # One that goes well lets those before it be forgotten.
@@ -270,9 +263,7 @@ async def test_without_another_worker_a_lost_one_ends_it_with_one_error(start_st
         assert code == core.ERROR_CODE_ENGINE_DEAD
 
 
-async def fail(running) -> None:
-    error = EngineError(code=ErrorCode.OVERLOADED, message="broken on purpose", is_retryable=True)
-    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+fail = fails_with(ErrorCode.OVERLOADED, is_retryable=True)
 
 
 class TwoWorkers:
@@ -282,8 +273,7 @@ class TwoWorkers:
         self.stack = stack
         self.first = None
         self._behave = behave
-        for worker in stack.decodes:
-            worker.behave = at_step(step, self._reach)
+        all_behave(stack.decodes, at_step(step, self._reach))
 
     @property
     def second(self):
@@ -335,10 +325,7 @@ async def test_a_search_goes_on_elsewhere_when_its_worker_drains(two) -> None:
 
 
 async def test_a_drain_takes_nothing_of_a_searchs_redrives(start_stack) -> None:
-    async def hand_back(running) -> None:
-        error = EngineError(code=ErrorCode.DRAINING, message="shutdown", is_retryable=True)
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
+    hand_back = fails_with(ErrorCode.DRAINING, "shutdown", is_retryable=True)
     async with start_stack(prefill=0, decode=2, max_redrives=0) as stack:
         TwoWorkers(stack, 2, hand_back)
         assert_recovered(stack, await generate(stack), reason="draining")

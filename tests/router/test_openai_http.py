@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, LogprobsLists
+from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import RepetitionDetectionParams
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
-from support.fake_worker import EOS, hang
+from support.fake_worker import EOS, fails_with, hang
 from support.router_stack import ANSWER_TEXT, events_of
 from support.waiting import until
 
@@ -65,13 +65,6 @@ async def test_a_stream_of_a_chat(http) -> None:
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] > 1
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
-
-
-async def test_a_stream_of_a_completion_without_usage(http) -> None:
-    response = await http.post("/v1/completions", json={**COMPLETION, "stream": True})
-    chunks = events_of(response.text)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER_TEXT
-    assert not any("usage" in chunk for chunk in chunks)
 
 
 async def test_a_completion_has_sixteen_tokens_unless_told_otherwise(http, stack) -> None:
@@ -137,12 +130,6 @@ async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
     assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=8, min_count=3)
     assert not params.spaces_between_special_tokens
     assert (request.priority, request.cache_salt) == (4, "salt")
-
-
-async def test_the_forms_of_a_prompt(http) -> None:
-    for prompt in ("hello", ["hello"], [5, 6, 7], [[5, 6, 7]]):
-        response = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt})
-        assert response.status_code == 200, prompt
 
 
 async def test_the_forms_of_a_message(http, stack, tokenizer) -> None:
@@ -264,6 +251,7 @@ async def test_impossible_tokens_have_a_finite_logprob(http, stack) -> None:
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
 
 
+# Of ranges one: others are in tests/common/test_validation.py.
 BAD_COMPLETIONS = [
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
@@ -278,49 +266,20 @@ BAD_COMPLETIONS = [
     ({"prompt": [-1]}, 400, "prompt"),
     ({"model": "other"}, 404, "model"),
     ({"model": 5}, 400, "model"),
-    ({"n": 0}, 400, "n"),
-    ({"n": 65}, 400, "n"),
     ({"temperature": -0.1}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"temperature": 10**400}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
-    ({"top_p": 1.1}, 400, "top_p"),
-    ({"min_p": 2}, 400, "min_p"),
-    ({"top_k": -7}, 400, "top_k"),
-    ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": "5"}, 400, "max_tokens"),
-    ({"min_tokens": 101}, 400, "min_tokens"),
-    ({"seed": 2**64}, 400, "seed"),
-    ({"stop": [""]}, 400, "stop"),
-    ({"stop": ["x"] * 17}, 400, "stop"),
     ({"stop": 5}, 400, "stop"),
-    ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
-    ({"presence_penalty": 3}, 400, "presence_penalty"),
-    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
-    ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
-    ({"bad_words": [""]}, 400, "bad_words"),
     ({"bad_words": "x"}, 400, "bad_words"),
-    ({"allowed_token_ids": [10**9]}, 400, "allowed_token_ids"),
-    ({"logits_processors": ["x"]}, 400, "logits_processors"),
     ({"use_beam_search": 1}, 400, "use_beam_search"),
-    ({"length_penalty": 2}, 400, "length_penalty"),
     ({"early_stopping": "always"}, 400, "early_stopping"),
-    ({"early_stopping": True}, 400, "early_stopping"),
     ({"repetition_detection": {}}, 400, "repetition_detection.max_pattern_size"),
-    ({"repetition_detection": {"max_pattern_size": 0}}, 400, "repetition_detection"),
-    (
-        {"repetition_detection": {"max_pattern_size": 4, "min_count": 2**40}},
-        400,
-        "repetition_detection",
-    ),
-    ({"priority": 2**31}, 400, "priority"),
     ({"cache_salt": ""}, 400, "cache_salt"),
-    ({"logprobs": 21}, 400, "logprobs"),
     ({"logprobs": True}, 400, "logprobs"),
     ({"top_logprobs": 1}, 400, "top_logprobs"),
     ({"echo": 1}, 400, "echo"),
-    ({"best_of": 2, "n": 3}, 400, "best_of"),
     ({"n": 64, "max_tokens": 4000, "logprobs": 20}, 400, "logprobs"),
     ({"suffix": "s"}, 400, "suffix"),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias[5]"),
@@ -335,7 +294,6 @@ BAD_COMPLETIONS = [
     ({"max_tokens": 12.5}, 400, "max_tokens"),
     ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 4096}, 400, "truncate_prompt_tokens"),
-    ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
     ({"seed": -(2**63) - 1}, 400, "seed"),
     ({"request_id": "x" * 300}, 400, "request_id"),
 ]
@@ -539,10 +497,7 @@ async def test_models_and_health(http, stack) -> None:
 async def test_a_failure_before_the_first_token_is_a_status(
     http, stack, stream, code, status, kind
 ) -> None:
-    async def fail(running) -> None:
-        error = EngineError(code=code, message="broken", retry_after_ms=1500)
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
+    fail = fails_with(code, "broken", retry_after_ms=1500)
     stack.prefill.behave, stack.decode.behave = fail, hang
     response = await http.post("/v1/completions", json={**COMPLETION, "stream": stream})
     assert response.status_code == status
@@ -558,8 +513,7 @@ async def test_a_failure_before_the_first_token_is_a_status(
 async def test_a_failure_in_mid_stream_is_the_last_event(http, stack) -> None:
     async def fail(running) -> None:
         await until(lambda: stack.metric("pdserve_generation_tokens_total", model="tiny") == 1)
-        error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.KV_EXPIRED, "gone")
 
     stack.decode.behave = fail
     response = await http.post("/v1/completions", json={**COMPLETION, "stream": True})

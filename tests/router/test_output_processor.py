@@ -69,13 +69,6 @@ def make(tokenizer):
     return lambda **options: Harness(tokenizer, **options)
 
 
-async def test_contiguous_tokens_are_taken(make) -> None:
-    harness = make()
-    harness.accept(10, at=0)
-    harness.accept(11, 12, at=1)
-    assert harness.state.token_ids == [10, 11, 12]
-
-
 async def test_a_repeated_first_token_is_checked_and_dropped(make) -> None:
     harness = make()
     harness.accept(10, at=0)
@@ -235,35 +228,6 @@ async def test_a_repeated_token_takes_its_logprobs_along(make, logprobs) -> None
     assert completion.token_ids == (10, 11, 12)
     assert completion.logprobs == logprobs_of([10, 11, 12], 1)
     assert completion.cumulative_logprob == -(10 + 11 + 12) / 64
-
-
-async def test_tokens_behind_a_stop_string_take_their_logprobs_along(make, tokenizer) -> None:
-    harness = make(logprobs=1, stop=("lo",))
-    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "hello you"]
-    assert harness.accept_with_logprobs(*token_ids, at=0) == "lo"
-    completion = await harness.completion()
-    assert completion.logprobs == logprobs_of(token_ids[:5], 1)
-    assert completion.cumulative_logprob == -sum(token_ids[:5]) / 64
-
-
-async def test_cumulative_outputs_repeat_all_logprobs(make) -> None:
-    for kind, expected in (
-        (RequestOutputKind.CUMULATIVE, [(10,), (10, 11), (10, 11, 12)]),
-        (RequestOutputKind.FINAL_ONLY, [(10, 11, 12)]),
-    ):
-        harness = make(logprobs=1, output_kind=kind)
-        seen = []
-        for at, token_id in enumerate((10, 11, 12)):
-            harness.accept_with_logprobs(token_id, at=at)
-            if kind is RequestOutputKind.CUMULATIVE:
-                seen.append(await harness.completion())
-        if kind is RequestOutputKind.FINAL_ONLY:
-            harness.finish()
-            seen.append(await harness.completion())
-        assert [completion.token_ids for completion in seen] == expected
-        assert [completion.logprobs for completion in seen] == [
-            logprobs_of(token_ids, 1) for token_ids in expected
-        ]
 
 
 async def test_an_output_without_tokens_has_no_logprobs(make) -> None:

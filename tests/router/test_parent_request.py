@@ -3,12 +3,11 @@
 import asyncio
 import json
 
-import grpc
 import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
+from pdserve_common.engine_types import ErrorCode, FinishReason, WorkerRole
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from support.fake_worker import PREFILL_STATS, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT, Stack
@@ -44,8 +43,7 @@ def failing(stack: Stack, index: int, *, num_tokens: int, then):
         if index_of(running) != index:
             return await then(running)
         await tokens_came(stack, num_tokens)
-        error = EngineError(code=ErrorCode.KV_EXPIRED, message="broken on purpose")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.KV_EXPIRED)
 
     return behave
 
@@ -183,21 +181,6 @@ async def test_completions_that_ended_keep_their_ends_when_another_fails(stack) 
     ]
 
 
-async def test_cancelling_aborts_every_child(stack) -> None:
-    async def half(running) -> None:
-        await prefill(running)
-        await hang(running)
-
-    stack.prefill.behave = half
-    stack.decode.behave = hang
-    call = stack.stub.Generate(request())
-    await call.read()
-    call.cancel()
-    await until(lambda: len(stack.decode.aborted) == 3 and len(stack.prefill.aborted) == 1)
-    await stack.assert_idle()
-    assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
-
-
 async def test_a_deadline_ends_every_child_with_one_error(start_stack) -> None:
     async with start_stack(default_deadline_s=0.6) as stack:
         stack.decode.behave = hang
@@ -205,17 +188,6 @@ async def test_a_deadline_ends_every_child_with_one_error(start_stack) -> None:
         errors = {item.error.code for item in outputs[-1].outputs}
         assert errors == {core.ERROR_CODE_DEADLINE_EXCEEDED}
         await until(lambda: len(stack.decode.aborted) == 3)
-
-
-async def test_a_lost_worker_ends_the_request_once(start_stack) -> None:
-    async with start_stack(max_redrives=0) as stack:
-        stack.prefill.behave = stack.decode.behave = hang
-        task = asyncio.create_task(generate(stack))
-        await until(lambda: stack.decode.num_running == 3)
-        await stack.decode.stop()
-        outputs = await task
-        errors = {item.error.code for item in outputs[-1].outputs}
-        assert errors == {core.ERROR_CODE_ENGINE_DEAD}
 
 
 async def test_sixty_four_children_that_fail_at_once_end_once(start_stack) -> None:
@@ -226,21 +198,6 @@ async def test_sixty_four_children_that_fail_at_once_end_once(start_stack) -> No
         await stack.decode.stop()
         (output,) = await task
         assert len(output.outputs) == 64
-
-
-async def test_a_request_waits_once_however_many_its_children(start_stack) -> None:
-    async with start_stack(max_num_queued_requests=1) as stack:
-        stack.prefill.behave = stack.decode.behave = hang
-        call = stack.stub.Generate(request())
-        await until(lambda: stack.decode.num_running == 3)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(stack)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert caught.value.details().startswith("1 requests wait")
-        call.cancel()
-        await stack.assert_idle()
-        stack.prefill.behave, stack.decode.behave = prefill, decode
-        assert (await generate(stack))[-1].finished
 
 
 async def test_one_token_each_is_served_by_decode_alone(stack) -> None:

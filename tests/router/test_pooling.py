@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 
 import grpc
@@ -10,24 +9,23 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode
+from pdserve_common.engine_types import ErrorCode
 from pdserve_common.lora_types import LoRAAdapter
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES
-from support.crew import A, B, P
-from support.fake_worker import hang, pool, vector_of
+from support.fake_worker import (
+    EMBEDDER,
+    all_behave,
+    fails_with,
+    hang,
+    pool,
+    vector_of,
+)
+from support.fake_worker import EMBEDDER_SIZE as SIZE
+from support.refusals import refused
 from support.waiting import until
 
-SIZE = 8
-WORKERS = "pdserve_workers"
-INFO = {
-    "tasks": ("embed",),
-    "embedding_size": SIZE,
-    "is_matryoshka": True,
-    "eos_token_ids": (),
-    "kv_transport": "none",
-}
 EMBED = core_pb2.PoolingParams(task="embed")
 
 
@@ -38,7 +36,7 @@ def request(text: str = "the quick fox", **fields) -> pb2.PoolRequest:
     return pb2.PoolRequest(**fields)
 
 
-STACK = {"prefill": 2, "decode": 0, "info": INFO}
+STACK = {"prefill": 2, "decode": 0, "info": EMBEDDER}
 
 
 def sent(stack) -> list:
@@ -163,10 +161,8 @@ async def test_another_model_is_not_found(stack, name) -> None:
 
 
 async def test_a_model_does_what_it_does_and_nothing_else(stack, start_stack) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "the model serves embed"):
         await stack.generate(pb2.GenerateRequest(text="hello"))
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "the model serves embed" in raised.value.details()
     async with start_stack() as generating:
         error = await refusal(generating, request())
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -187,7 +183,7 @@ async def test_prefill_workers_of_a_model_that_generates_do_not_serve_alone(star
 
 @pytest.mark.parametrize("policy", sorted(ROUTING_POLICIES))
 async def test_every_policy_finds_workers(start_stack, policy) -> None:
-    async with start_stack(prefill=3, decode=0, info=INFO, routing_policy=policy) as stack:
+    async with start_stack(prefill=3, decode=0, info=EMBEDDER, routing_policy=policy) as stack:
         for number in range(40):
             await stack.stub.Pool(request(f"text {number}"))
         assert all(worker.requests for worker in stack.workers)
@@ -211,7 +207,9 @@ async def test_a_cached_prefix_is_used(stack) -> None:
 
 
 async def test_no_more_than_the_queue_may_hold_waits_on_prefill(start_stack) -> None:
-    async with start_stack(prefill=1, decode=0, info=INFO, max_prefill_queue_tokens=100) as stack:
+    async with start_stack(
+        prefill=1, decode=0, info=EMBEDDER, max_prefill_queue_tokens=100
+    ) as stack:
         stack.prefill.links[-1].num_waiting_tokens = 101
         await stack.stub.Pool(request())
         error = await refusal(stack, request())
@@ -220,7 +218,7 @@ async def test_no_more_than_the_queue_may_hold_waits_on_prefill(start_stack) -> 
 
 async def test_adapters_are_named_like_models(start_stack) -> None:
     adapters = (LoRAAdapter(name="mine", digest="d" * 64, rank=4),)
-    info = {**INFO, "adapters": adapters, "adapters_version": 1}
+    info = {**EMBEDDER, "adapters": adapters, "adapters_version": 1}
     async with start_stack(prefill=1, decode=0, info=info) as stack:
         answer = await stack.stub.Pool(request(model="mine"))
         assert answer.model == "mine"
@@ -232,7 +230,7 @@ async def test_adapters_are_named_like_models(start_stack) -> None:
 async def test_tenants_share_no_prefixes(start_stack, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann:0123456789abcdef\nbob:fedcba9876543210\n")
-    async with start_stack(prefill=1, decode=0, info=INFO, api_keys_file=str(keys)) as stack:
+    async with start_stack(prefill=1, decode=0, info=EMBEDDER, api_keys_file=str(keys)) as stack:
         error = await refusal(stack, request())
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         for key in ("0123456789abcdef", "fedcba9876543210"):
@@ -245,19 +243,14 @@ async def test_tenants_share_no_prefixes(start_stack, tmp_path) -> None:
 # ---- how it ends
 
 
-async def failing(running) -> None:
-    """Fail as a worker whose engine is at fault."""
-    running.fail(EngineError(code=ErrorCode.INTERNAL, message="broken"))
+failing = fails_with(ErrorCode.INTERNAL, "broken")
 
 
-async def losing(running) -> None:
-    """Fail as a worker that others can replace."""
-    running.fail(EngineError(code=ErrorCode.ENGINE_DEAD, message="gone", is_retryable=True))
+losing = fails_with(ErrorCode.ENGINE_DEAD, "gone", is_retryable=True)
 
 
 async def test_a_worker_that_dies_is_replaced(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
+    all_behave(stack.workers, hang)
     call = stack.stub.Pool(request(), timeout=30)
     pending = asyncio.ensure_future(call)
     await until(lambda: sent(stack))
@@ -300,8 +293,7 @@ async def test_a_worker_that_keeps_failing_gets_no_more(stack) -> None:
 
 
 async def test_nothing_is_sent_again_for_ever(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = losing
+    all_behave(stack.workers, losing)
     error = await refusal(stack, request())
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "gone")
     assert max(each.attempt for each in sent(stack)) == 3
@@ -313,8 +305,7 @@ async def test_a_vector_that_is_none_is_the_workers_fault(stack, vector, caplog)
     async def wrong(running) -> None:
         running.emit_vector(vector)
 
-    for worker in stack.workers:
-        worker.behave = wrong
+    all_behave(stack.workers, wrong)
     with caplog.at_level(logging.ERROR):
         error = await refusal(stack, request())
     assert error.code() is grpc.StatusCode.INTERNAL
@@ -323,11 +314,8 @@ async def test_a_vector_that_is_none_is_the_workers_fault(stack, vector, caplog)
 
 
 async def test_what_the_request_is_to_blame_for_is_not_sent_again(stack) -> None:
-    async def refuse(running) -> None:
-        running.fail(EngineError(code=ErrorCode.INVALID_ARGUMENT, message="no"))
-
-    for worker in stack.workers:
-        worker.behave = refuse
+    refuse = fails_with(ErrorCode.INVALID_ARGUMENT, "no")
+    all_behave(stack.workers, refuse)
     error = await refusal(stack, request())
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "no")
     assert len(sent(stack)) == 1
@@ -335,8 +323,7 @@ async def test_what_the_request_is_to_blame_for_is_not_sent_again(stack) -> None
 
 
 async def test_a_client_that_leaves_ends_it_on_its_worker(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
+    all_behave(stack.workers, hang)
     call = stack.stub.Pool(request(), timeout=30)
     pending = asyncio.ensure_future(call)
     await until(lambda: sent(stack))
@@ -348,36 +335,21 @@ async def test_a_client_that_leaves_ends_it_on_its_worker(stack) -> None:
 
 
 async def test_the_deadline_is_the_calls(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
+    all_behave(stack.workers, hang)
+    with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
         await stack.stub.Pool(request(), timeout=0.3)
-    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await stack.assert_idle()
     assert any(worker.aborted for worker in stack.workers)
 
 
-async def test_a_request_waits_for_a_worker_that_comes_back(start_stack) -> None:
-    async with start_stack(prefill=1, decode=0, info=INFO) as stack:
-        stack.prefill.behave = hang
-        pending = asyncio.ensure_future(stack.stub.Pool(request(), timeout=30))
-        await until(lambda: sent(stack))
-        await stack.prefill.stop()
-        stack.prefill.info = dataclasses.replace(stack.prefill.info, epoch="1" * 32)
-        stack.prefill.behave = pool
-        await stack.prefill.start()
-        assert len((await pending).pooling_output) == SIZE
-
-
 async def test_a_drain_lets_it_end_and_cuts_what_takes_too_long(start_stack) -> None:
-    async with start_stack(prefill=1, decode=0, info=INFO) as stack:
+    async with start_stack(prefill=1, decode=0, info=EMBEDDER) as stack:
         stack.prefill.behave = hang
         pending = asyncio.ensure_future(stack.stub.Pool(request(), timeout=30))
         await until(lambda: sent(stack))
         await stack.server.stop(0.1)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+        with refused(grpc.StatusCode.UNAVAILABLE):
             await pending
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_it_is_counted_and_logged(stack, caplog) -> None:
@@ -408,22 +380,3 @@ async def test_it_is_counted_and_logged(stack, caplog) -> None:
 
 
 # ---- which weights serve
-
-
-async def test_weights_take_over_as_those_of_models_that_generate(crew, start_stack) -> None:
-    message = request(tokens=pb2.TokenPrompt(token_ids=[5, 6]))
-    old = [await crew.join(P, A, **INFO) for _ in range(2)]
-    async with start_stack(wait=False, **crew.sources) as stack:
-        await until(lambda: stack.server.router.is_ready)
-        new = [await crew.join(P, B, **INFO) for _ in range(2)]
-        await until(lambda: stack.metric(WORKERS, role="prefill", state="mismatched") == 2)
-        for _ in range(5):
-            await stack.stub.Pool(message)
-        assert not any(worker.requests for worker in new)
-        new.append(await crew.join(P, B, **INFO))
-        # More of the new ones are ready: they have the pool.
-        await until(lambda: stack.metric(WORKERS, role="prefill", state="ready") == 3)
-        before = sum(len(worker.requests) for worker in old)
-        for _ in range(5):
-            await stack.stub.Pool(message)
-        assert sum(len(worker.requests) for worker in old) == before

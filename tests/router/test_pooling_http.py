@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from pdserve_common.engine_types import EngineError, ErrorCode
+from pdserve_common.engine_types import ErrorCode
 from pdserve_router.api.openai_fields import REFUSED_IN_POOLING, REFUSED_IN_RERANK, WITHOUT_EFFECT
 from pdserve_router.api.pooling_answer import (
     EmbeddingsAnswer,
@@ -28,17 +28,10 @@ from pdserve_router.requests.request_limits import (
 )
 from pdserve_router.text.served_model import labels_of
 from pdserve_router.text.tokenizer import Cut, Tokenizer, shares_of
-from support.fake_worker import hang, pool, vector_of
+from support.fake_worker import EMBEDDER, all_behave, hang, pool, vector_of
+from support.fake_worker import EMBEDDER_SIZE as SIZE
 from support.waiting import until
 
-SIZE = 8
-EMBEDDER = {
-    "tasks": ("embed",),
-    "embedding_size": SIZE,
-    "is_matryoshka": True,
-    "eos_token_ids": (),
-    "kv_transport": "none",
-}
 CLASSIFIER = {**EMBEDDER, "tasks": ("classify",), "embedding_size": 3, "is_matryoshka": False}
 SCORER = {**CLASSIFIER, "tasks": ("classify", "score"), "embedding_size": 1}
 BODIES = {
@@ -116,7 +109,11 @@ async def test_inputs_have_four_forms(http, stack, tokenizer, value, prompts) ->
     by_prompt = {each.prompt_token_ids: each for each in sent(stack)}
     assert by_prompt.keys() == set(prompts)
     assert answer["data"] == [
-        {"object": "embedding", "index": i, "embedding": vector_of(by_prompt[prompt], SIZE)}
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": vector_of(by_prompt[prompt], SIZE),
+        }
         for i, prompt in enumerate(prompts)
     ]
 
@@ -232,20 +229,18 @@ async def test_others_have_a_turn_while_a_large_answer_is_written(make_answer, m
 async def test_one_failure_is_the_requests(http, stack) -> None:
     async def picky(running) -> None:
         if running.request.prompt_token_ids == (9,):
-            running.fail(EngineError(code=ErrorCode.INVALID_ARGUMENT, message="not nine"))
+            running.fail(ErrorCode.INVALID_ARGUMENT, "not nine")
         else:
             await (hang if running.request.prompt_token_ids == (8,) else pool)(running)
 
-    for worker in stack.workers:
-        worker.behave = picky
+    all_behave(stack.workers, picky)
     inputs = [[8], *([number] for number in range(10, 120)), [9]]
     error = await refusal_of(http, "/v1/embeddings", {"input": inputs})
     assert error["message"] == "not nine"
 
 
 async def test_a_client_that_leaves_ends_all_inputs(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
+    all_behave(stack.workers, hang)
     body = {"input": [[number] for number in range(5, 205)]}
     pending = asyncio.ensure_future(stack.api.post("/v1/embeddings", json=body))
     await until(lambda: len(sent(stack)) == MAX_AT_ONCE)
@@ -255,22 +250,6 @@ async def test_a_client_that_leaves_ends_all_inputs(stack) -> None:
     assert len(sent(stack)) == MAX_AT_ONCE
     aborted = {request_id for worker in stack.workers for request_id in worker.aborted}
     assert aborted == {each.request_id for each in sent(stack)}
-
-
-async def test_inputs_go_on_after_a_worker_is_lost(http, stack) -> None:
-    async def slow(running) -> None:
-        await asyncio.sleep(0.02)
-        await pool(running)
-
-    for worker in stack.workers:
-        worker.behave = slow
-    body = {"input": [[number, 5] for number in range(5, 305)]}
-    pending = asyncio.ensure_future(http.post("/v1/embeddings", json=body))
-    await until(lambda: len(sent(stack)) > MAX_AT_ONCE)
-    await stack.prefills[0].stop()
-    response = await pending
-    assert response.status_code == 200, response.text
-    assert len(response.json()["data"]) == 300
 
 
 async def test_the_queue_has_its_limit(start_stack) -> None:

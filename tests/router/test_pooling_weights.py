@@ -7,15 +7,8 @@ import pytest
 
 from pdserve_router.api.pooling_batch import MAX_AT_ONCE
 from support.crew import A, B, P
-from support.fake_worker import pool
+from support.fake_worker import EMBEDDER, all_behave, pool
 from support.waiting import until
-
-INFO = {
-    "tasks": ("embed",),
-    "embedding_size": 8,
-    "eos_token_ids": (),
-    "kv_transport": "none",
-}
 
 
 class Call:
@@ -35,13 +28,12 @@ class Call:
 
     async def begin(self, num_inputs: int) -> "asyncio.Task[httpx.Response]":
         await until(lambda: self.ready == 2)
-        for worker in self.crew.of(A):
-            worker.behave = self.hold
+        all_behave(self.crew.of(A), self.hold)
         inputs = [[5 + number % 100, 5 + number // 100] for number in range(num_inputs)]
         pending = asyncio.ensure_future(self.http.post("/v1/embeddings", json={"input": inputs}))
         await until(lambda: self.crew.num_requests(A) == min(num_inputs, MAX_AT_ONCE))
         for _ in range(3):
-            await self.crew.join(P, B, **INFO)
+            await self.crew.join(P, B, **EMBEDDER)
         await until(lambda: self.ready == 3)
         return pending
 
@@ -53,7 +45,7 @@ class Call:
 @pytest.fixture
 async def call(crew, start_stack):
     for _ in range(2):
-        await crew.join(P, A, **INFO)
+        await crew.join(P, A, **EMBEDDER)
     async with start_stack(wait=False, http=True, redrive_wait_s=0.5, **crew.sources) as stack:
         yield Call(crew, stack, stack.api)
 
@@ -109,7 +101,7 @@ async def test_a_call_fails_when_its_weights_are_gone(call, num_inputs) -> None:
 async def draining(crew, start_stack, request):
     """A call that has three inputs left when its only worker takes no more."""
     wait_s = getattr(request, "param", 60.0)
-    await crew.join(P, A, **INFO)
+    await crew.join(P, A, **EMBEDDER)
     async with start_stack(wait=False, http=True, redrive_wait_s=wait_s, **crew.sources) as stack:
         call = Call(crew, stack, stack.api)
         (worker,) = crew.workers
@@ -127,7 +119,7 @@ async def draining(crew, start_stack, request):
 
 async def test_an_input_waits_for_a_worker_when_its_turn_comes(draining) -> None:
     call, pending = draining
-    worker = await call.crew.join(P, A, **INFO)
+    worker = await call.crew.join(P, A, **EMBEDDER)
     response = await pending
     assert response.status_code == 200, response.text
     assert len(worker.requests) == 3
@@ -146,14 +138,14 @@ async def test_nothing_waits_for_a_client_that_left(draining) -> None:
     pending.cancel()
     await asyncio.gather(pending, return_exceptions=True)
     await call.stack.assert_idle()
-    worker = await call.crew.join(P, A, **INFO)
+    worker = await call.crew.join(P, A, **EMBEDDER)
     await until(lambda: call.stack.server.router.is_ready)
     assert not worker.requests
 
 
 async def test_an_input_waits_while_too_much_is_queued(start_stack) -> None:
     async with start_stack(
-        prefill=1, decode=0, info=INFO, http=True, max_prefill_queue_tokens=1000
+        prefill=1, decode=0, info=EMBEDDER, http=True, max_prefill_queue_tokens=1000
     ) as stack:
         all_there, is_short = asyncio.Event(), asyncio.Event()
 

@@ -1,7 +1,6 @@
 """Workers fail at every stage; the client sees the same stream, or exactly one error."""
 
 import asyncio
-import itertools
 import json
 import logging
 import time
@@ -14,16 +13,23 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
-    EngineError,
     ErrorCode,
-    FinishReason,
     KVLost,
     WorkerRole,
 )
 from pdserve_router.requests import single_completion
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.worker_client import WorkerState
-from support.fake_worker import EOS, FakeWorker, Running, decode, hang, prefill
+from support.fake_worker import (
+    EOS,
+    FakeWorker,
+    Running,
+    all_behave,
+    decode,
+    fails_with,
+    hang,
+    prefill,
+)
 from support.router_stack import ANSWER_TEXT, text_of, tokens_of
 from support.waiting import until
 
@@ -55,8 +61,7 @@ def own_behaviour(running: Running):
 
 
 def fail(running: Running, code=ErrorCode.ENGINE_DEAD, **more) -> None:
-    error = EngineError(code=code, message="broken on purpose", is_retryable=True, **more)
-    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+    running.fail(code, is_retryable=True, **more)
 
 
 def lose_kv(running: Running, num_confirmed_tokens: int) -> None:
@@ -72,11 +77,6 @@ async def noticed(stack) -> None:
 def num_delivered(stack) -> float:
     """Tokens of all requests that the router has."""
     return stack.metric("pdserve_generation_tokens_total", model="tiny")
-
-
-async def all_streaming(stack, count: int) -> None:
-    """Wait until so many requests have one token each, and D."""
-    await until(lambda: num_delivered(stack) == count == stack.decode.num_running)
 
 
 @pytest.fixture
@@ -135,11 +135,9 @@ def fail_as(code: ErrorCode):
 
 
 async def test_a_prefill_worker_that_fails_is_replaced(four, tokenizer) -> None:
-    for worker in four.decodes:
-        worker.behave = failing(0, hang)
+    all_behave(four.decodes, failing(0, hang))
     for number, code in enumerate(RETRYABLE, 1):
-        for worker in four.prefills:
-            worker.behave = failing(0, fail_as(code))
+        all_behave(four.prefills, failing(0, fail_as(code)))
         outputs = await generate(four)
         await assert_recovered(four, outputs, tokenizer, num_recovered=number)
         assert outputs[-1].metrics.num_redrives == 1
@@ -153,8 +151,7 @@ async def test_a_prefill_worker_that_fails_is_replaced(four, tokenizer) -> None:
 async def test_a_decode_worker_that_fails_is_replaced_at_any_token(
     four, tokenizer, code, num_tokens
 ) -> None:
-    for worker in four.decodes:
-        worker.behave = failing(num_tokens, fail_as(code))
+    all_behave(four.decodes, failing(num_tokens, fail_as(code)))
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     used = [worker for worker in four.decodes if worker.requests]
@@ -199,11 +196,9 @@ async def test_a_worker_that_dies_is_replaced(four, tokenizer, role, num_tokens)
         await hang(running)
 
     stopping: list[asyncio.Future] = []
-    for worker in getattr(four, f"{role}s"):
-        worker.behave = failing(num_tokens if role == "decode" else 0, die)
+    all_behave(getattr(four, f"{role}s"), failing(num_tokens if role == "decode" else 0, die))
     if role == "prefill":
-        for worker in four.decodes:
-            worker.behave = failing(0, hang)
+        all_behave(four.decodes, failing(0, hang))
     outputs = await generate(four)
     await asyncio.gather(*stopping)
     await assert_recovered(four, outputs, tokenizer)
@@ -216,8 +211,7 @@ async def test_kv_lost_with_little_missing_goes_on_at_the_same_worker_alone(
         lose_kv(running, 16)
         await hang(running)
 
-    for worker in four.decodes:
-        worker.behave = failing(0, lose)
+    all_behave(four.decodes, failing(0, lose))
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     (used,) = [worker for worker in four.decodes if worker.requests]
@@ -239,10 +233,8 @@ async def test_kv_lost_with_much_missing_goes_on_at_the_same_worker_with_another
         lose_kv(running, 16)
         await hang(running)
 
-    for worker in four.decodes:
-        worker.behave = failing(0, lose)
-    for worker in four.prefills:
-        worker.behave = failing(0, hang)
+    all_behave(four.decodes, failing(0, lose))
+    all_behave(four.prefills, failing(0, hang))
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     (used,) = [worker for worker in four.decodes if worker.requests]
@@ -259,8 +251,7 @@ async def test_a_prefill_worker_whose_word_is_lost_is_not_missed_if_decode_goes_
     four, tokenizer, patient
 ) -> None:
     """P's last message reached D and not the router: D has all it needs."""
-    for worker in four.prefills:
-        worker.behave = failing(0, fail)
+    all_behave(four.prefills, failing(0, fail))
 
     async def later(running: Running) -> None:
         await noticed(four)
@@ -305,10 +296,8 @@ async def test_both_legs_fail_at_once(four, tokenizer, patient) -> None:
         await noticed(four)
         fail(running)
 
-    for worker in four.prefills:
-        worker.behave = failing(0, fail)
-    for worker in four.decodes:
-        worker.behave = failing(0, fail_second)
+    all_behave(four.prefills, failing(0, fail))
+    all_behave(four.decodes, failing(0, fail_second))
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     assert [len(worker.requests) for worker in four.workers] == [1, 1, 1, 1]
@@ -320,117 +309,32 @@ async def test_decode_lets_go_while_the_next_attempt_is_not_decided(four, tokeni
 
     async def void(running: Running) -> None:
         await noticed(four)
-        error = EngineError(code=ErrorCode.CANCELLED, message="P is gone")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.CANCELLED, "P is gone")
 
-    for worker in four.prefills:
-        worker.behave = failing(0, fail)
-    for worker in four.decodes:
-        worker.behave = failing(0, void)
+    all_behave(four.prefills, failing(0, fail))
+    all_behave(four.decodes, failing(0, void))
     await assert_recovered(four, await generate(four), tokenizer)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3])
-async def test_a_cancel_that_nobody_asked_for_is_a_loss(four, tokenizer, num_tokens) -> None:
-    """P has handed the request off: its own output does not come."""
+@pytest.mark.parametrize(("num_before", "num_tokens"), [(0, 0), (1, 0), (1, 3)])
+async def test_a_cancel_that_nobody_asked_for_is_a_loss(
+    four, tokenizer, num_before, num_tokens
+) -> None:
+    """Before or after P hands the request off; in the latter case its own output does not come."""
 
     async def cancel(running: Running) -> None:
-        await until(lambda: num_delivered(four) >= 1)
-        error = EngineError(code=ErrorCode.CANCELLED, message="cancelled here")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
-    for worker in four.decodes:
-        worker.behave = failing(num_tokens, cancel)
-    await assert_recovered(four, await generate(four), tokenizer)
-
-
-async def test_a_cancel_that_comes_before_prefill_hands_off_is_a_loss(four, tokenizer) -> None:
-    async def cancel(running: Running) -> None:
-        error = EngineError(code=ErrorCode.CANCELLED, message="cancelled here")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        await until(lambda: num_delivered(four) >= num_before)
+        running.fail(ErrorCode.CANCELLED, "cancelled here")
 
     for worker in four.prefills:
-        worker.step_s = 0.1
-    for worker in four.decodes:
-        worker.behave = failing(0, cancel)
+        worker.step_s = worker.step_s if num_before else 0.1
+    all_behave(four.decodes, failing(num_tokens, cancel))
     await assert_recovered(four, await generate(four), tokenizer)
-
-
-async def test_late_outputs_of_a_lost_attempt_change_nothing(four, tokenizer) -> None:
-    async def chatter(running: Running) -> None:
-        lose_kv(running, 0)
-        await asyncio.sleep(0.05)
-        running.emit(250, 251, at=0, finish=FinishReason.LENGTH, attempt=0)
-        await hang(running)
-
-    async def slow(running: Running) -> None:
-        if running.request.attempt == 0:
-            return await chatter(running)
-        link = running.worker.links[-1]
-        late = Running(running.worker, link, replace(running.request, attempt=0))
-        late.emit(250, at=0)
-        fail(late)
-        return await decode(running)
-
-    for worker in four.prefills:
-        worker.behave = hang
-    for worker in four.decodes:
-        worker.behave = slow
-    await assert_recovered(four, await generate(four), tokenizer)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 3])
-async def test_no_other_weights_go_on_with_an_answer(start_stack, tokenizer, num_tokens) -> None:
-    """As in the middle of an update: what they would say is the end of another answer."""
-    async with start_stack(prefill=0, decode=2) as stack:
-        second = stack.decodes[1]
-        second.info = replace(second.info, weights_digest="b" * 64, epoch="1" * 32)
-        second.cut()
-        await until(lambda: stack.server.pool.decode[1].info == second.info)
-        await until(lambda: stack.server.pool.decode[1].is_ready)
-        for worker in stack.decodes:
-            worker.behave = failing(num_tokens, fail)
-        outputs = await generate(stack)
-        assert text_of(outputs) == ANSWER_TEXT
-        assert not second.requests
-
-
-async def test_duplicates_behind_the_border_are_checked_and_dropped(four, tokenizer) -> None:
-    async def repeat(running: Running) -> None:
-        tokens, finish = running.answer()
-        running.emit(*tokens, at=0, finish=finish)
-
-    async def fail_once(running: Running) -> None:
-        await (repeat if running.request.attempt else failing(4, fail))(running)
-
-    for worker in four.decodes:
-        worker.behave = fail_once
-    outputs = await generate(four)
-    await assert_recovered(four, outputs, tokenizer)
-    assert four.metric("pdserve_duplicate_tokens_total", match="true") >= 4
-
-
-async def test_an_attempt_that_contradicts_what_was_delivered_ends_with_an_error(four) -> None:
-    async def contradict(running: Running) -> None:
-        if running.request.attempt == 0:
-            await failing(4, fail)(running)
-        else:
-            running.emit(250, 251, at=0)
-            await hang(running)
-
-    for worker in four.decodes:
-        worker.behave = contradict
-    outputs = await generate(four)
-    assert ending(outputs).error.code == core.ERROR_CODE_INTERNAL
-    assert "differently from what was delivered" in ending(outputs).error.message
-    assert four.metric("pdserve_duplicate_tokens_total", match="false") >= 1
-    assert four.metric("pdserve_recovered_requests_total", outcome="error") == 1
 
 
 async def test_the_redrives_of_a_request_are_bounded(four, caplog) -> None:
     caplog.set_level(logging.INFO, logger=single_completion.__name__)
-    for worker in four.decodes:
-        worker.behave = failing(1, fail, attempts=range(10))
+    all_behave(four.decodes, failing(1, fail, attempts=range(10)))
     began = time.monotonic()
     outputs = await generate(four)
     # When both have failed it one of them is left time to come back.
@@ -473,8 +377,9 @@ async def test_a_chain_of_drains_takes_nothing_of_the_redrives(
     start_stack, tokenizer, num_drains, max_redrives
 ) -> None:
     async with start_stack(prefill=2, decode=2, max_redrives=max_redrives) as stack:
-        for worker in stack.decodes:
-            worker.behave = failing(1, partial(drain, stack.decodes), attempts=range(num_drains))
+        all_behave(
+            stack.decodes, failing(1, partial(drain, stack.decodes), attempts=range(num_drains))
+        )
         outputs = await generate(stack, timeout=60)
         await assert_recovered(stack, outputs, tokenizer)
         assert outputs[-1].metrics.num_redrives == num_drains
@@ -484,8 +389,7 @@ async def test_a_worker_that_goes_after_it_said_that_it_drains_was_expected_to(
     start_stack, tokenizer
 ) -> None:
     async with start_stack(decode=2, max_redrives=0) as stack:
-        for worker in stack.decodes:
-            worker.behave = failing(2, hang)
+        all_behave(stack.decodes, failing(2, hang))
         task = asyncio.create_task(generate(stack))
         await until(lambda: num_delivered(stack) == 2)
         (busy,) = [worker for worker in stack.decodes if worker.num_running]
@@ -501,23 +405,20 @@ async def test_losses_between_long_stretches_never_end_a_stream(
 ) -> None:
     monkeypatch.setattr("pdserve_router.requests.redrive.TOKENS_PER_REDRIVE", 2)
     async with start_stack(prefill=2, decode=2, max_redrives=1) as stack:
-        for worker in stack.decodes:
-            worker.behave = failing(3, fail, attempts=range(5))
+        all_behave(stack.decodes, failing(3, fail, attempts=range(5)))
         outputs = await generate(stack, timeout=60)
         await assert_recovered(stack, outputs, tokenizer)
         assert outputs[-1].metrics.num_redrives == 5
 
 
 async def test_a_poisonous_request_ends_and_leaves_out_nobody(four, tokenizer) -> None:
-    for worker in four.decodes:
-        worker.behave = failing(0, fail, attempts=range(20))
+    all_behave(four.decodes, failing(0, fail, attempts=range(20)))
     for _ in range(3):
         outputs = await generate(four, timeout=60)
         assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
         assert outputs[-1].metrics.num_redrives == 3
     assert four.metric("pdserve_workers_failing", role="decode") == 0
-    for worker in four.decodes:
-        worker.behave = decode
+    all_behave(four.decodes, decode)
     assert text_of(await generate(four)) == ANSWER_TEXT
 
 
@@ -554,14 +455,8 @@ async def test_without_an_attempt_left_decodes_loss_ends_the_request(start_stack
 
 
 async def test_an_error_that_is_not_retryable_ends_the_request_at_once(four) -> None:
-    async def refuse(running: Running) -> None:
-        error = EngineError(code=ErrorCode.INVALID_ARGUMENT, message="not like this")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
-    for worker in four.prefills:
-        worker.behave = refuse
-    for worker in four.decodes:
-        worker.behave = hang
+    all_behave(four.prefills, fails_with(ErrorCode.INVALID_ARGUMENT, "not like this"))
+    all_behave(four.decodes, hang)
     outputs = await generate(four)
     assert ending(outputs).error.code == core.ERROR_CODE_INVALID_ARGUMENT
     assert outputs[-1].metrics.num_redrives == 0
@@ -665,8 +560,7 @@ async def test_the_client_sees_what_it_would_have_seen(four, params) -> None:
     for num_tokens in (0, 1, 4):
         for worker in four.workers:
             worker.requests.clear()
-        for worker in four.decodes:
-            worker.behave = failing_as_decode(num_tokens)
+        all_behave(four.decodes, failing_as_decode(num_tokens))
         outputs = await generate(four, params=params)
         assert seen(outputs, params) == expected, f"lost after {num_tokens}"
         check_border(four, params)
@@ -738,10 +632,8 @@ async def test_slices_of_prompt_logprobs_begin_anew_with_the_attempt(four, token
         await asyncio.sleep(0.01)
         fail(running)
 
-    for worker in four.prefills:
-        worker.behave = begin
-    for worker in four.decodes:
-        worker.behave = failing(0, fail)
+    all_behave(four.prefills, begin)
+    all_behave(four.decodes, failing(0, fail))
     outputs = await generate(four, params={"prompt_logprobs": 1})
     await assert_recovered(four, outputs, tokenizer)
     assert len(outputs[0].prompt_logprobs.positions) == len(TOKENS.token_ids)
@@ -756,8 +648,7 @@ async def test_each_completion_recovers_alone(four, tokenizer) -> None:
         behave = failing(2, fail) if index == 1 else decode
         await behave(running)
 
-    for worker in four.decodes:
-        worker.behave = lose_the_second
+    all_behave(four.decodes, lose_the_second)
     outputs = await generate(four, params={"n": 3})
     expected = [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
     for index in range(3):
@@ -772,8 +663,7 @@ async def test_each_completion_recovers_alone(four, tokenizer) -> None:
 
 
 async def test_forks_of_a_dead_worker_go_on_by_themselves(four, tokenizer) -> None:
-    for worker in four.decodes:
-        worker.behave = failing(2, hang)
+    all_behave(four.decodes, failing(2, hang))
     task = asyncio.create_task(generate(four, params={"n": 3}))
     used = lambda: [worker for worker in four.decodes if worker.num_running == 3]  # noqa: E731
     await until(lambda: len(used()) == 1)
@@ -788,101 +678,7 @@ async def test_forks_of_a_dead_worker_go_on_by_themselves(four, tokenizer) -> No
     assert {output.finished for output in outputs[:-1]} == {False}
 
 
-# ---- how much of P's queue they take
-
-
-def new_tokens(legs) -> int:
-    return sum(len(leg.prompt_token_ids) + len(leg.resume_output_token_ids) for leg in legs)
-
-
-async def lose_many(stack, count: int) -> list[asyncio.Task]:
-    """Have `count` requests in mid-stream on the first D, then let it die while P hangs."""
-    stack.decode.behave = failing(1, hang)
-    tasks = [asyncio.create_task(generate(stack)) for _ in range(count)]
-    await all_streaming(stack, count)
-    for worker in stack.prefills:
-        worker.behave = failing(0, hang, attempts=range(1, 5))
-    return tasks
-
-
-async def cancel_all(tasks) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_redrives_are_let_onto_a_prefill_worker_one_step_at_a_time(
-    start_stack, forgiving
-) -> None:
-    # Each has 21 tokens: two fit.
-    async with start_stack(info={"max_num_batched_tokens": 50}) as stack:
-        tasks = await lose_many(stack, 12)
-        stack.decode.behave = failing(0, hang, attempts=range(1, 5))
-        await interrupt(stack)
-        again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
-        await until(lambda: len(again()) == 2)
-        await asyncio.sleep(0.2)
-        assert len(again()) == 2
-        assert stack.metric("pdserve_redrives_waiting") == 10
-        # None of them goes to D instead.
-        assert all(leg.kv_transfer_params for leg in stack.decode.requests if leg.attempt)
-        await cancel_all(tasks)
-
-
-async def test_redrives_take_a_quarter_of_the_queue(start_stack, forgiving) -> None:
-    async with start_stack(info={"max_num_batched_tokens": 1}) as stack:
-        tasks = await lose_many(stack, 12)
-        stack.decode.behave = failing(0, hang, attempts=range(1, 5))
-        # A quarter of 420 is 105: five requests of 21 tokens.
-        stack.prefill.links[-1].num_waiting_tokens = 420
-        stack.prefill.links[-1].say()
-        await until(lambda: stack.server.pool.prefill[0].stats.num_waiting_tokens == 420)
-        await interrupt(stack)
-        again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
-        await until(lambda: len(again()) == 5)
-        await asyncio.sleep(0.2)
-        assert new_tokens(again()) == 105
-        await cancel_all(tasks)
-
-
-async def test_all_are_recovered_in_the_order_of_their_deadlines(start_stack, forgiving) -> None:
-    async with start_stack(info={"max_num_batched_tokens": 25}) as stack:
-        stack.decode.behave = failing(1, hang)
-        timeouts = [50, 30, 40, 20, 45]
-        tasks = [asyncio.create_task(generate(stack, timeout=t)) for t in timeouts]
-        await all_streaming(stack, len(tasks))
-        await interrupt(stack)
-        for outputs in await asyncio.gather(*tasks):
-            assert text_of(outputs) == ANSWER_TEXT
-        deadlines = [leg.deadline for leg in stack.prefill.requests if leg.attempt == 1]
-        assert len(deadlines) == len(tasks)
-        assert all(a < b for a, b in itertools.pairwise(deadlines))
-
-
-async def interrupt(stack) -> None:
-    """The first D comes back with nothing of what it had. A new process would have to prove itself
-    with P first, and get what is sent again meanwhile alone.
-    """
-    await stack.decode.stop()
-    await stack.decode.start()
-
-
 # ---- what is told about it
-
-
-async def test_exact_needs_all_workers_exact_and_alike(start_stack) -> None:
-    for change, expected in (
-        ({}, "exact"),
-        ({"numerics_id": "other"}, "consistent"),
-        ({"determinism": "consistent"}, "consistent"),
-    ):
-        async with start_stack() as stack:
-            stack.decode.info = replace(stack.decode.info, **change)
-            stack.decode.cut()
-            await until(lambda: len(stack.decode.hellos) == 2)
-            await until(lambda: stack.server.pool.decode[0].is_ready)
-            outputs = await generate(stack)
-            assert outputs[-1].metrics.determinism == expected
 
 
 async def test_another_worker_takes_part_in_what_is_exact(four, tokenizer) -> None:
@@ -892,8 +688,7 @@ async def test_another_worker_takes_part_in_what_is_exact(four, tokenizer) -> No
     await second.start()
     await until(lambda: four.server.pool.decode[1].info == second.info)
     await until(lambda: four.server.pool.decode[1].is_ready)
-    for worker in four.decodes:
-        worker.behave = failing(3, fail)
+    all_behave(four.decodes, failing(3, fail))
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     assert outputs[-1].metrics.determinism == "consistent"
@@ -905,8 +700,7 @@ async def test_logprobs_that_only_the_lost_prefill_worker_had_are_computed_again
     async def never_said(running: Running) -> None:
         await (prefill if running.request.attempt else failing(0, fail))(running)
 
-    for worker in four.prefills:
-        worker.behave = never_said
+    all_behave(four.prefills, never_said)
     outputs = await generate(four, params={"logprobs": 1})
     assert text_of(outputs) == ANSWER_TEXT
     positions = [p for output in outputs for p in output.outputs[0].logprobs.positions]
@@ -934,8 +728,7 @@ async def test_a_request_under_which_two_workers_died_ends_alone(start_stack, nu
 
     spread = {"routing_policy": "round_robin"}
     async with start_stack(prefill=num_prefill, decode=4, **spread) as stack:
-        for worker in stack.decodes:
-            worker.behave = behave
+        all_behave(stack.decodes, behave)
         others = [asyncio.create_task(generate(stack)) for _ in range(12)]
         wanted = pb2.GenerateRequest(tokens=poison, sampling_params=core.SamplingParams(seed=7))
         error = ending(await stack.generate(wanted, timeout=30)).error
@@ -954,11 +747,3 @@ async def test_workers_without_room_cost_no_redrives(start_stack, forgiving, tok
         outputs = await generate(stack)
         await assert_recovered(stack, outputs, tokenizer)
         assert outputs[-1].metrics.num_redrives == 5
-
-
-async def test_workers_that_stay_without_room_are_told_in_time(start_stack, forgiving) -> None:
-    async with start_stack(prefill=0, redrive_wait_s=0.3) as stack:
-        stack.decode.behave = failing(0, fail_as(ErrorCode.OVERLOADED), attempts=range(1001))
-        outputs = await generate(stack)
-        assert ending(outputs).error.code == core.ERROR_CODE_OVERLOADED
-        assert outputs[-1].metrics.num_redrives > 3

@@ -194,6 +194,21 @@ async def test_routers_share_what_they_may_send_again(
     assert sum(request.is_sent for request in requests) == num_sent
 
 
+async def test_those_whose_deadline_is_near_go_first(make_queue) -> None:
+    queue = make_queue(OnePairPool(step_tokens=2))
+    sent = []
+    for number, within_s in enumerate((50, 30, 40)):
+        request = lost_request(str(number), SentRequest)
+        deadline = time.monotonic() + within_s
+        request.core_request = dataclasses.replace(request.core_request, deadline=deadline)
+        request.resend = lambda route, request=request: sent.append(request)
+        queue.add(request)
+    for number in range(1, 4):
+        await until(lambda: len(sent) == number)  # noqa: B023
+        queue.on_token(sent[-1])
+    assert [request.core_request.request_id for request in sent] == ["1", "2", "0"]
+
+
 async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill(make_queue) -> None:
     pool = OnePairPool(step_tokens=2)
     queue = make_queue(pool)

@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_common.engine_types import ErrorCode
 from pdserve_common.logging import make_formatter
 from pdserve_router.requests import request_log
 from pdserve_router.requests.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
-from support.fake_worker import hang
+from support.fake_worker import fails_with, hang
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
 
@@ -258,10 +258,7 @@ async def test_a_grpc_call_that_is_cancelled(stack: Any, lines: Lines) -> None:
 
 
 async def test_a_request_that_fails_at_a_worker(stack: Any, http: Any, lines: Lines) -> None:
-    async def fail(running: Any) -> None:
-        error = EngineError(code=ErrorCode.INVALID_ARGUMENT, message=PROMPT)
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
+    fail = fails_with(ErrorCode.INVALID_ARGUMENT, PROMPT)
     stack.prefill.behave, stack.decode.behave = fail, hang
     assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 400
     fields = await lines.only()

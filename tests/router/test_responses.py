@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_common.engine_types import ErrorCode
 from pdserve_router.api.openai_types import ChoicesBody, GenerationBody
 from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.requests.request_limits import INLINE_BYTES, MAX_CONTENT_PARTS, MAX_MESSAGES
@@ -230,8 +230,7 @@ async def test_what_the_text_has_to_be_is_enforced(start_stack) -> None:
 async def test_a_failure_in_mid_stream_is_the_last_event(http, stack) -> None:
     async def die(running) -> None:
         await until(lambda: stack.metric("pdserve_generation_tokens_total", model="tiny") == 1)
-        error = EngineError(code=ErrorCode.INTERNAL, message="the model was lost")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.INTERNAL, "the model was lost")
 
     stack.decode.behave = die
     last = (await events_of(http))[-1]

@@ -12,7 +12,6 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineError,
     ErrorCode,
     FinishReason,
 )
@@ -27,7 +26,8 @@ from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.parts import ToolCallDelta
 from pdserve_router.workers.worker_client import WorkerState
-from support.fake_worker import EOS, decode, logprobs_of
+from support.fake_worker import EOS, all_behave, decode, logprobs_of
+from support.refusals import refused
 from support.router_stack import ANSWER_TEXT, parts_of, text_of, tokens_of
 from support.waiting import until
 
@@ -335,12 +335,10 @@ async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) ->
         if running.request.attempt:
             return await decode(running)
         running.emit(*answer[3:6], at=3)
-        error = EngineError(code=ErrorCode.DRAINING, message="handed back", is_retryable=True)
-        return running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        return running.fail(ErrorCode.DRAINING, "handed back", is_retryable=True)
 
     async with start_stack(decode=2) as stack:
-        for worker in stack.decodes:
-            worker.behave = fail_once
+        all_behave(stack.decodes, fail_once)
         outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer[:3]}])
     assert tokens_of(outputs) == answer[3:]
     (again,) = [leg for worker in stack.decodes for leg in worker.requests if leg.attempt]
@@ -418,8 +416,6 @@ REFUSED = [
 
 async def test_what_cannot_be_resumed_is_refused(stack) -> None:
     for resume, params, message in REFUSED:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
             await generate(stack, resume=resume, **params)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert message in caught.value.details()
     assert stack.decode.requests == []

@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from support.fake_worker import decode, hang, prefill
+from support.fake_worker import all_behave, hang
 from support.waiting import until
 
 KINDS = {
@@ -29,15 +29,10 @@ async def status_of(call) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def hang_everywhere(stack) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
-
-
 @every_kind
 async def test_a_full_queue_refuses_and_counts_it_once(start_stack, kind) -> None:
     async with start_stack(max_num_queued_requests=2) as stack:
-        hang_everywhere(stack)
+        all_behave(stack.workers, hang)
         waiting = [call(stack, kind) for _ in range(2)]
         await until(lambda: stack.server.router.num_queued == 2)
         code, details = await status_of(call(stack, kind))
@@ -53,53 +48,6 @@ async def test_a_full_queue_refuses_and_counts_it_once(start_stack, kind) -> Non
         await stack.assert_idle()
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="refused") == 1
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 2
-
-
-@every_kind
-async def test_without_a_decode_worker_it_is_refused_at_once(start_stack, kind) -> None:
-    async with start_stack(decode=1) as stack:
-        await stack.decode.stop()
-        await until(lambda: not stack.server.router.is_ready)
-        code, details = await status_of(call(stack, kind))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "no decode worker is ready" in details
-        assert stack.server.router.num_queued == 0
-
-
-@every_kind
-async def test_bad_input_is_refused_with_its_limit(stack, kind) -> None:
-    for fields, message in (
-        ({"n": 65, "best_of": 65}, "n is 65, must be 1 to 64"),
-        ({"n": 5, "best_of": 4}, "best_of is 4, must be n (5) to 64"),
-        ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
-        ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
-    ):
-        status = await status_of(call(stack, kind, **fields))
-        assert status == (grpc.StatusCode.INVALID_ARGUMENT, message)
-    assert stack.decode.requests == []
-
-
-@pytest.mark.parametrize("kind", ["n", "best_of"])
-async def test_a_stream_of_one_leaves_the_others_alone(stack, kind) -> None:
-    hang_everywhere(stack)
-    dropped = call(stack, kind)
-    await until(lambda: stack.decode.num_running == NUM_CHILDREN[kind])
-    stack.prefill.behave, stack.decode.behave = prefill, decode
-    kept = call(stack, kind)
-    dropped.cancel()
-    outputs = [response.output async for response in kept]
-    assert outputs[-1].finished
-    assert not any(item.HasField("error") for output in outputs for item in output.outputs)
-    await until(lambda: len(stack.decode.aborted) == NUM_CHILDREN[kind])
-
-
-async def test_an_sse_client_that_leaves_ends_all_its_completions(start_stack) -> None:
-    async with start_stack(http=True) as stack:
-        stack.decode.behave = hang
-        body = {"model": "tiny", "prompt": "hello", "max_tokens": 50, "n": 3, "stream": True}
-        async with stack.api.stream("POST", "/v1/completions", json=body) as response:
-            await anext(response.aiter_bytes())
-        await until(lambda: len(stack.decode.aborted) == 3)
 
 
 # Logprobs of 20 000 tokens, 21 for each.

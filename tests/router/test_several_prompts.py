@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
-from support.fake_worker import decode, prefill
+from pdserve_common.engine_types import ErrorCode
+from support.fake_worker import all_behave, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
 
@@ -94,8 +94,7 @@ async def test_one_that_fails_ends_all(http, stack, as_stream, late) -> None:
         if late:
             done = "pdserve_requests_total"
             await until(lambda: stack.metric(done, model="tiny", outcome="stop") == 2)
-        error = EngineError(code=ErrorCode.INTERNAL, message="broken on purpose")
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+        running.fail(ErrorCode.INTERNAL)
 
     async def first_token(running) -> None:
         if len(running.request.prompt_token_ids) != 3:
@@ -113,19 +112,11 @@ async def test_one_that_fails_ends_all(http, stack, as_stream, late) -> None:
         assert response.json()["error"]["message"] == "broken on purpose"
 
 
-async def test_a_client_that_leaves_ends_all(stack) -> None:
-    async def hang(running) -> None:
-        await asyncio.Event().wait()
-
-    stack.prefill.behave = stack.decode.behave = hang
-    raw = json.dumps(BODY).encode()
-    _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(
-        raw
-    )
-    writer.write(head + raw)
+async def test_a_client_that_leaves_ends_all(http, stack) -> None:
+    all_behave(stack.workers, hang)
+    leaving = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await until(lambda: stack.server.router.num_in_flight == 3)
-    writer.close()
+    leaving.cancel()
     await until(lambda: stack.server.router.num_in_flight == 0)
 
 

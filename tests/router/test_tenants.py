@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_common.engine_types import ErrorCode
 from pdserve_router.api.edge_processes import EdgeSettings
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests import input_processor
@@ -20,6 +19,7 @@ from pdserve_router.requests.tenant import owned
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.prefix_index import prefix_hashes
 from support.fake_worker import Running, decode
+from support.refusals import refused
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
 ALICE = "alice-key-0123456789"
@@ -28,17 +28,13 @@ BOB = "bob-key-0123456789"
 NAMELESS = ("nameless-1-0123456789", "nameless-2-0123456789")
 
 
-def client_of(stack: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=stack.url, timeout=30)
-
-
 async def ask(stack: Any, *, session: str = "", key: str = "", **fields: object) -> tuple[str, str]:
     """Return the workers that answered, over HTTP."""
     headers = {"x-session-id": session} if session else {}
     if key:
         headers["authorization"] = f"Bearer {key}"
-    async with client_of(stack) as http:
-        answer = await http.post("/v1/completions", json={**COMPLETION, **fields}, headers=headers)
+    body = {**COMPLETION, **fields}
+    answer = await stack.api.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return (
         answer.headers["pdserve-prefill-engine-id"],
@@ -93,8 +89,7 @@ async def test_a_request_that_is_sent_again_takes_its_session_along(start_stack:
 
         async def refuse(running: Running) -> None:
             worker.behave = decode
-            error = EngineError(code=ErrorCode.OVERLOADED, message="full", is_retryable=True)
-            running.emit(at=0, finish=FinishReason.ERROR, error=error)
+            running.fail(ErrorCode.OVERLOADED, "full", is_retryable=True)
 
         worker.behave = refuse
         moved = await ask(stack, session="chat-7")
@@ -116,30 +111,29 @@ async def test_a_request_that_is_sent_again_takes_its_session_along(start_stack:
 async def test_what_names_a_session(
     start_stack: Any, monkeypatch: Any, headers: Any, user: object, named: str
 ) -> None:
-    async with start_stack(http=True) as stack, client_of(stack) as http:
+    async with start_stack(http=True) as stack:
         sessions = Sessions(stack, monkeypatch)
         body = {**COMPLETION, "user": user}
-        answer = await http.post("/v1/completions", json=body, headers=headers)
+        answer = await stack.api.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert sessions.take() == (owned("", named) if named else "")
 
 
 async def test_a_session_that_is_none_is_refused(start_stack: Any) -> None:
-    async with start_stack(http=True) as stack, client_of(stack) as http:
+    async with start_stack(http=True) as stack:
         for value, problem in (
             (b"s" * 257, "has 257 characters, must be 1 to 256"),
             (b"s\xe9", "must be printable ASCII"),
             (b"a\tb", "must be printable ASCII"),
         ):
             headers = {"x-session-id": value}
-            answer = await http.post("/v1/completions", json=COMPLETION, headers=headers)
+            answer = await stack.api.post("/v1/completions", json=COMPLETION, headers=headers)
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "x-session-id"
             assert answer.json()["error"]["message"] == f"x-session-id {problem}"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        problem = "x-session-id has 257 characters, must be 1 to 256"
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, problem):
             await ask_grpc(stack, session="s" * 257)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details() == "x-session-id has 257 characters, must be 1 to 256"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from support.fake_worker import hang, pool
+from support.fake_worker import all_behave, hang, pool
 from support.otlp import CollectedSpan, Collector
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
@@ -191,14 +191,12 @@ async def test_a_vector_that_is_computed_elsewhere_has_an_attempt_for_each_worke
     async with start_stack(
         prefill=2, http=True, otlp_traces_endpoint=collector.endpoint, **pooler("embed")
     ) as stack:
-        for worker in stack.workers:
-            worker.behave = hang
+        all_behave(stack.workers, hang)
         trace_id, headers = new_trace()
         asking = asyncio.ensure_future(post(stack, {"input": PROMPT}, headers, "/v1/embeddings"))
         await until(lambda: any(worker.num_running for worker in stack.workers))
         (lost,) = (worker for worker in stack.workers if worker.num_running)
-        for worker in stack.workers:
-            worker.behave = pool
+        all_behave(stack.workers, pool)
         await lost.close()
         assert (await asking).status_code == 200
         root = (await trace(collector, trace_id))[""]
@@ -318,8 +316,7 @@ async def test_an_error_of_the_server_is_an_error(start_stack: Any, collector: C
 
 
 async def test_a_client_that_leaves_ends_its_spans(stack: Any, collector: Collector) -> None:
-    for worker in stack.workers:
-        worker.behave = hang
+    all_behave(stack.workers, hang)
     trace_id, headers = new_trace()
     call = stack.stub.Generate(
         pb2.GenerateRequest(text=PROMPT), metadata=tuple(headers.items()), timeout=60

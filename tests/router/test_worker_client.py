@@ -27,7 +27,7 @@ from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
-from support.fake_worker import MODEL, FakeWorker, Running, decode, hang, no_wait
+from support.fake_worker import MODEL, FakeWorker, Running, decode, fails_with, hang, no_wait
 from support.metrics import value
 from support.router_stack import TIMINGS
 from support.waiting import until
@@ -191,16 +191,6 @@ async def test_loss_ends_every_request_exactly_once(how) -> None:
         assert link.client.num_in_flight == 0
 
 
-async def test_silence_is_noticed_and_says_so() -> None:
-    async with Link(timings=SHORT) as link:
-        await link.ready()
-        link.worker.behave = hang
-        link.add("a")
-        link.worker.heartbeat_s = None
-        await until(lambda: link.ends("a"))
-        assert "nothing heard for" in link.ends("a")[0].error.message
-
-
 async def test_it_attaches_again_after_a_loss(link) -> None:
     await link.ready()
     link.worker.cut()
@@ -231,13 +221,6 @@ async def test_it_attaches_to_a_worker_that_comes_back(link) -> None:
     await link.ready()
 
 
-async def test_it_waits_for_a_worker_that_starts_later(link) -> None:
-    await link.worker.stop()
-    await until(lambda: link.client.state is WorkerState.DOWN)
-    await link.worker.start()
-    await link.ready()
-
-
 async def test_a_worker_of_the_other_role_is_not_used() -> None:
     async with Link(WorkerRole.PREFILL) as link:
         await until(lambda: link.client.state is WorkerState.DOWN)
@@ -257,10 +240,7 @@ async def test_an_abort_reaches_the_worker_and_silences_the_request(link) -> Non
 
 
 async def test_a_worker_that_refuses_because_it_drains_gets_nothing_more(link) -> None:
-    async def refuse(running) -> None:
-        error = EngineError(code=ErrorCode.DRAINING, message="draining", is_retryable=True)
-        running.emit(at=0, finish=FinishReason.ERROR, error=error)
-
+    refuse = fails_with(ErrorCode.DRAINING, "draining", is_retryable=True)
     await link.ready()
     link.worker.behave = refuse
     link.add("a")

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineError,
     ErrorCode,
     FinishReason,
     SchedulerStats,
@@ -27,7 +26,7 @@ from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
-from support.fake_worker import MODEL, FakeWorker, Running, hang
+from support.fake_worker import MODEL, FakeWorker, Running, fails_with, hang
 from support.router_stack import TIMINGS, replace_file
 from support.waiting import until
 
@@ -469,9 +468,7 @@ def num_failing(stage: Stage, role: str) -> float:
     return stage.metric("pdserve_workers_failing", role=role)
 
 
-async def fail_probe(running: Running) -> None:
-    error = EngineError(code=ErrorCode.INTERNAL, message="broken")
-    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+fail_probe = fails_with(ErrorCode.INTERNAL, "broken")
 
 
 async def stop_early(running: Running) -> None:

@@ -13,6 +13,7 @@ class CutProxy:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: set[asyncio.Task[None]] = set()
         self.address = ""
         self.num_accepted = 0
 
@@ -39,6 +40,11 @@ class CutProxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def freeze(self, *, only_answers: bool = False) -> None:
+        """Pass nothing on any more over what is open, and tell nobody."""
+        for task in list(self._answers if only_answers else self._tasks):
+            task.cancel()
+
     async def stop(self) -> None:
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -51,6 +57,8 @@ class CutProxy:
             task = asyncio.create_task(_pass_on(source, sink))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
 
 async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

@@ -5,7 +5,7 @@ tests choose. The real engine meets the router in tests/integration.
 import asyncio
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     EngineInfo,
+    ErrorCode,
     FinishReason,
     KVTransferStats,
     LogprobsLists,
@@ -246,8 +247,9 @@ class Running:
             )
         )
 
-    def fail(self, error: EngineError) -> None:
-        """End a request of any kind with an error."""
+    def fail(self, code: ErrorCode, message: str = "broken on purpose", **fields: Any) -> None:
+        """End a request of any kind with an error, of which `fields` are further ones."""
+        error = EngineError(code=code, message=message, **fields)
         self._link.emit(
             EngineCoreOutput(
                 request_id=self.request.request_id,
@@ -351,6 +353,21 @@ async def pool(running: Running) -> None:
 async def hang(running: Running) -> None:
     """Answer nothing, until it is aborted."""
     await asyncio.Event().wait()
+
+
+def fails_with(code: ErrorCode, message: str = "broken on purpose", **fields: Any) -> Behaviour:
+    """End each request with an error, as Running.fail does."""
+
+    async def fail(running: Running) -> None:
+        running.fail(code, message, **fields)
+
+    return fail
+
+
+def all_behave(workers: "Iterable[FakeWorker]", behave: Behaviour) -> None:
+    """Have each of the workers answer so from now on."""
+    for worker in workers:
+        worker.behave = behave
 
 
 async def at_once(running: Running, num_tokens: int) -> None:

@@ -15,6 +15,8 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pdserve_worker import attachment as attachment_module
 from pdserve_worker import router_stream as stream_module
+from support.cut_proxy import CutProxy, cut_proxies
+from support.refusals import refused
 from support.steps import slowed_steps
 from support.waiting import until
 from support.worker import LONG, TIMEOUT_S, Worker, add, beat, until_idle
@@ -24,49 +26,11 @@ pytestmark = pytest.mark.slow
 Stub = service_grpc.EngineCoreServiceStub
 
 
-class Network:
-    """A way to the worker that the test can cut."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._transports: list[asyncio.WriteTransport] = []
-        self._copies: set[asyncio.Task[None]] = set()
-        self._answers: set[asyncio.Task[None]] = set()
-
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        self._transports += [writer.transport, back.transport]
-        self._copies.add(asyncio.create_task(self._copy(reader, back)))
-        self._answers.add(asyncio.create_task(self._copy(there, writer)))
-
-    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await source.read(2**16):
-                sink.write(data)
-
-    def freeze_answers(self) -> None:
-        """Nothing that the worker says arrives any more, and nobody is told."""
-        for copy in self._answers:
-            copy.cancel()
-
-    def freeze(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
-        self.freeze_answers()
-        for copy in self._copies:
-            copy.cancel()
-
-    def cut(self) -> None:
-        """Connections break; new ones can be had."""
-        self.freeze()
-        for transport in self._transports:
-            transport.abort()
-
-
 class Router:
     """A router that takes in what comes as it should, and can attach again."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, address: str) -> None:
+        self.address = address
         self.call: Any = None
         self.adopted: list[tuple[str, int]] = []
         self.next_frame_seq = 1
@@ -85,9 +49,8 @@ class Router:
         await asyncio.gather(self._beating, return_exceptions=True)
 
     async def attach(self, *requests: tuple[str, int], resumes: bool = False) -> None:
-        channel = grpc.aio.insecure_channel(
-            f"127.0.0.1:{self.port}", options=[("grpc.use_local_subchannel_pool", 1)]
-        )
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.aio.insecure_channel(self.address, options=options)
         self.call = Stub(channel).Attach(timeout=2 * TIMEOUT_S)
         hello = service_pb2.AttachHello(
             router_id="r", router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
@@ -145,25 +108,22 @@ class Router:
 
 
 @pytest.fixture
-async def network(worker: Worker) -> AsyncIterator[Network]:
-    network = Network(worker.port)
-    server = await asyncio.start_server(network.carry, "127.0.0.1", 0)
-    network.port = server.sockets[0].getsockname()[1]
-    yield network
-    network.cut()
-    server.close()
+async def network(worker: Worker) -> AsyncIterator[CutProxy]:
+    """A way to the worker that the test can cut."""
+    async with cut_proxies(worker.port, 1) as (proxy,):
+        yield proxy
 
 
 @pytest.fixture
-async def router(network: Network) -> AsyncIterator[Router]:
-    router = Router(network.port)
+async def router(network: CutProxy) -> AsyncIterator[Router]:
+    router = Router(network.address)
     await router.attach()
     yield router
     await router.close()
 
 
 async def tokens_without_faults(worker: Worker, max_tokens: int) -> list[int]:
-    router = Router(worker.port)
+    router = Router(f"127.0.0.1:{worker.port}")
     await router.attach()
     await router.add("reference", max_tokens)
     await router.read_end("reference")
@@ -174,7 +134,7 @@ async def tokens_without_faults(worker: Worker, max_tokens: int) -> list[int]:
 @pytest.mark.parametrize("acknowledges", [True, False])
 async def test_a_router_goes_on_after_its_stream_broke(
     worker: Worker,
-    network: Network,
+    network: CutProxy,
     router: Router,
     acknowledges: bool,
     caplog: pytest.LogCaptureFixture,
@@ -185,7 +145,7 @@ async def test_a_router_goes_on_after_its_stream_broke(
             await router.read_tokens(5)
             if acknowledges:
                 await router.acknowledge()
-            network.cut()
+            network.reset()
             await asyncio.sleep(0.1)
             await router.attach(("a", 0), resumes=True)
             assert router.adopted == [("a", 0)]
@@ -197,54 +157,46 @@ async def test_a_router_goes_on_after_its_stream_broke(
 
 
 async def test_an_end_that_was_lost_on_the_way_comes_again(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: CutProxy, router: Router
 ) -> None:
-    network.freeze_answers()
+    network.freeze(only_answers=True)
     await router.add("a", 30)
     await until(lambda: worker.engine.step_seq() == 30)
     await until_idle(worker)
     await asyncio.sleep(0.1)
-    network.cut()
+    network.reset()
     await router.attach(("a", 0), ("unknown", 0), resumes=True)
     assert router.adopted == [("a", 0)]
     assert (await router.read_end("a")).finish_reason == core_pb2.FINISH_REASON_LENGTH
     assert len(router.tokens) == 30
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 async def test_a_newer_stream_takes_over_from_one_that_seems_open(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: CutProxy, router: Router, is_frozen: bool
 ) -> None:
     with slowed_steps():
         await router.add("a", 60)
         await router.read_tokens(5)
         old = router.call
+        if is_frozen:
+            network.freeze()
+            await asyncio.sleep(0.1)
         await router.attach(("a", 0), resumes=True)
         assert router.adopted == [("a", 0)]
     await router.read_end("a")
-    router.call = old
-    assert await router.read_status() is grpc.StatusCode.FAILED_PRECONDITION
     assert len(router.tokens) == 60
-
-
-async def test_a_frozen_stream_is_taken_over_as_well(
-    worker: Worker, network: Network, router: Router
-) -> None:
-    with slowed_steps():
-        await router.add("a", 60)
-        await router.read_tokens(5)
-        network.freeze()
-        await asyncio.sleep(0.1)
-        await router.attach(("a", 0), resumes=True)
-    await router.read_end("a")
-    assert len(router.tokens) == 60
+    if not is_frozen:
+        router.call = old
+        assert await router.read_status() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_what_a_router_does_not_list_is_aborted(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: CutProxy, router: Router
 ) -> None:
     await router.add("a", LONG)
     await router.read_tokens(5)
-    network.cut()
+    network.reset()
     await router.attach(resumes=True)
     assert router.adopted == []
     assert (await router.read_end("a")).finish_reason == core_pb2.FINISH_REASON_ABORT
@@ -252,11 +204,11 @@ async def test_what_a_router_does_not_list_is_aborted(
 
 
 async def test_a_router_without_anything_to_resume_starts_anew(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: CutProxy, router: Router
 ) -> None:
     await router.add("a", LONG)
     await router.read_tokens(5)
-    network.cut()
+    network.reset()
     await router.attach()
     await until_idle(worker)
     router.tokens.clear()
@@ -266,13 +218,13 @@ async def test_a_router_without_anything_to_resume_starts_anew(
 
 
 async def test_a_router_that_does_not_come_back_loses_its_requests(
-    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attachment_module, "REATTACH_S", 0.3)
     await router.add("a", LONG)
     await router.read_tokens(5)
     cut = time.monotonic()
-    network.cut()
+    network.reset()
     await until_idle(worker)
     assert time.monotonic() - cut >= 0.3
     assert worker.engine.step_seq() < LONG, "it has not ended by itself"
@@ -281,7 +233,7 @@ async def test_a_router_that_does_not_come_back_loses_its_requests(
 
 
 async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
-    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await router.stop_beating()
     monkeypatch.setattr(stream_module, "ROUTER_TIMEOUT_S", 0.2)
@@ -295,7 +247,7 @@ async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
 
 
 async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
-    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
     await router.add("a", LONG)
@@ -307,7 +259,7 @@ async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
 
 
 async def test_a_message_that_makes_no_sense_ends_everything_of_its_router(
-    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
     await router.add("a", LONG)
@@ -339,11 +291,9 @@ async def test_a_router_of_other_versions_is_refused_by_name(
     call = worker.core.Attach(timeout=TIMEOUT_S)
     hello = service_pb2.AttachHello(router_id="other", router_epoch="0" * 32, **versions)
     await call.write(service_pb2.AttachRequest(hello=hello))
-    with pytest.raises(grpc.aio.AioRpcError) as error:
+    speaks = f"speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, router other {spoken}"
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, speaks):
         await call.read()
-    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    details = str(error.value.details())
-    assert f"speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, router other {spoken}" in details
 
 
 async def test_the_highest_version_that_both_know_is_spoken(worker: Worker) -> None:
