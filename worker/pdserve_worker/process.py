@@ -85,7 +85,7 @@ def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> NoRetu
     setup_logging(config.log_level, config.engine_id or role)
     warn_of_unknown_variables(type(config))
     uvloop.install()
-    end_now(asyncio.run(_serve(config, role, build)))
+    asyncio.run(_serve(config, role, build))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class _Process:
     tracing: "Tracing | None"
 
 
-async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
+async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> NoReturn:
     stop = asyncio.Event()
     defects.watch_event_loop(asyncio.get_running_loop())
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -120,12 +120,12 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     except Exception as error:
         defects.record("event_loop", error, "this worker")
         problem = f"it has failed: {error!r}"
+    # Threads may hang, and memory may be under a READ: only the system can clean up.
     if problem is not None:
-        # Its threads may hang, and its memory may be under a READ: only the system can clean up.
         logger.error("exiting to be restarted: %s", problem)
         end_now(EXIT_BROKEN)
     logger.info("stopped")
-    return 0
+    end_now(0)
 
 
 async def _start(
@@ -214,17 +214,17 @@ async def _shut_down(
     if process.tracing is not None:
         await asyncio.to_thread(process.tracing.close)
     process.metrics_server.close()
-    return problem or await close_engine(engine)
+    return problem or await close_engine(engine, timeout_s=ENGINE_CLOSE_TIMEOUT_S)
 
 
-async def close_engine(
-    engine: EngineClient, *, timeout_s: float = ENGINE_CLOSE_TIMEOUT_S
-) -> str | None:
-    """Return what is wrong with it: the process has to end without it then."""
+async def close_engine(engine: EngineClient, *, timeout_s: float) -> str | None:
+    """Return what is wrong with it. One that takes longer is left to the system: a busy machine is
+    no fault of it, and nothing waits for it any more.
+    """
     try:
         await asyncio.wait_for(engine.close(), timeout_s)
     except asyncio.TimeoutError:
-        return f"the engine has not closed within {timeout_s:g} s"
+        logger.warning("the engine has not closed within %g s: the system ends it", timeout_s)
     return engine.problem()
 
 
