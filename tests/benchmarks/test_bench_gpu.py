@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 
 # Sections import torch.
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400.0

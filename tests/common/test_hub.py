@@ -12,8 +12,6 @@ from pdserve_common.model_folder import model_name
 from support.hub import FakeHub
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 FIND = """
 import json, sys
 from pdserve_common.model_folder import find_model

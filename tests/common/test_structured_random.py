@@ -20,7 +20,6 @@ NUM_ANSWERS = 3
 SEEDS = sampled(range(10), 0, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_schema_is_enforced_or_refused(seed: int) -> None:
     schemas, seen = RandomSchemas(seed), Counter[str]()

@@ -157,7 +157,6 @@ def run(script: str) -> str:
     ).stdout
 
 
-@pytest.mark.slow
 def test_processes_without_an_endpoint_do_not_import_the_libraries() -> None:
     script = """
 import sys

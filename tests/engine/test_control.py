@@ -58,7 +58,7 @@ from support.waiting import until
 KV_MIB = 8
 PROMPT = tuple(range(2, 70))
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def launched(model: Path, **fields: Any) -> contextlib.AbstractAsyncContextManager[Any]:

@@ -23,7 +23,6 @@ from support.triton_variants import Recorder
 pytest.importorskip("triton")
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
     ),

@@ -43,9 +43,6 @@ from support.samples import sampled
 from support.steps import before_steps, loaded_part
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
-
 NUM_REQUESTS = [60, pytest.param(200, marks=pytest.mark.soak)]
 MIB = 1 << 20
 PARAMS = {

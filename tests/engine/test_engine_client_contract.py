@@ -51,7 +51,7 @@ MAX_MODEL_LEN = 8192
 MAX_NUM_SEQS = 4
 KINDS = ("inproc", "subprocess")
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,6 @@ from support.engines import load, run_to_end, tokens_of
 from support.requests import make_request
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 MAX_MODEL_LEN = 192
 BLOCK_SIZE = 16
 SMALL_BLOCK_SIZE = 4

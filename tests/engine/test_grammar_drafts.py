@@ -29,8 +29,6 @@ from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.samples import sampled
 from support.steps import batch_of
 
-pytestmark = pytest.mark.slow
-
 SCHEMA = """{
     "type": "object",
     "properties": {

@@ -112,7 +112,6 @@ def test_a_sliding_model_needs_its_window_not_its_length(
     engine.cache.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_preempted_hybrid_request_comes_to_the_same_text(
     make_model: Callable[..., Path],

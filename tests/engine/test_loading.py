@@ -24,8 +24,6 @@ from pdserve_engine.runner.model_runner import ModelRunner
 from support import engines, requests
 from support.steps import batch_of
 
-pytestmark = pytest.mark.slow
-
 # 3 layers, 2 KV heads of 16 elements, fp32, 16 tokens.
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 4 * 16
 

@@ -28,8 +28,6 @@ from support import engines, requests
 from support.adapters import write_adapter
 from support.waiting import stop_process, wait_until
 
-pytestmark = pytest.mark.slow
-
 PROMPT = tuple(range(3, 40))
 
 

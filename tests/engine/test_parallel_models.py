@@ -20,8 +20,6 @@ from support.models import NATIVE_MODELS
 from support.samples import sampled
 from support.threaded_ranks import ThreadedRanks
 
-pytestmark = pytest.mark.slow
-
 # Tensor parallel size, stages.
 SIZES = ((2, 1), (4, 1), (1, 2), (2, 2))
 NUM_OUTPUT = 12

@@ -26,7 +26,6 @@ def expected(model: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_poisoned_blocks_change_no_token(
     model: Path, expected: dict[str, list[int]], *, is_async: bool

@@ -10,8 +10,6 @@ import pytest
 
 from support.engines import load
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_start_says_what_was_measured_and_what_is_served(
     make_model: Callable[..., Path], caplog: pytest.LogCaptureFixture

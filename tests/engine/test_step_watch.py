@@ -150,7 +150,6 @@ def test_work_grows_with_tokens_and_with_what_they_look_back_on() -> None:
     assert work_of(scheduled) == 32 * (LINEAR_CONTEXT + 8) + LINEAR_CONTEXT + 5000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_an_engine_learns_from_its_steps(
     make_model: Callable[..., Path], is_async: bool

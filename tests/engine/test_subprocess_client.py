@@ -340,7 +340,6 @@ async def load(config: EngineConfig) -> SubprocessEngineClient:
     )
 
 
-@pytest.mark.slow
 async def test_a_process_that_dies_while_loading_is_a_typed_error(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
@@ -353,7 +352,6 @@ async def test_a_process_that_dies_while_loading_is_a_typed_error(
     assert not children()
 
 
-@pytest.mark.slow
 async def test_giving_loading_up_ends_the_process(config: EngineConfig, children: Children) -> None:
     loading = asyncio.create_task(load(config))
     await until(children)
@@ -363,7 +361,6 @@ async def test_giving_loading_up_ends_the_process(config: EngineConfig, children
     assert not children()
 
 
-@pytest.mark.slow
 async def test_a_process_that_hangs_is_a_problem_until_it_goes_on(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
@@ -378,7 +375,6 @@ async def test_a_process_that_hangs_is_a_problem_until_it_goes_on(
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_a_process_that_does_not_close_is_killed(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
@@ -390,7 +386,6 @@ async def test_a_process_that_does_not_close_is_killed(
     assert not children()
 
 
-@pytest.mark.slow
 async def test_a_process_ends_at_once_whatever_an_interpreter_would_do_at_its_end(
     config: EngineConfig,
     tmp_path: Path,
@@ -426,7 +421,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_ends_with_its_parent(config: EngineConfig, signum: int) -> None:
     command = [sys.executable, "-c", PARENT, json.dumps(dataclasses.asdict(config))]

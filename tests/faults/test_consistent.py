@@ -16,8 +16,6 @@ from transformers import AutoTokenizer
 
 from support.cluster import Cluster
 
-pytestmark = pytest.mark.slow
-
 MODEL = Path(__file__).parent.parent.parent / "models/pdserve-tiny"
 TEXT = "Once upon a time there was a little girl who lived in a house near the forest. " * 4
 NUM_TOKENS = 64

@@ -35,7 +35,7 @@ from support.network import (
     remove_leftovers,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 NUM_TOKENS = 24
 PARAMS = {

@@ -37,8 +37,6 @@ from ground import (
 from pdserve_faults.stages import STAGES
 from soak import SOAK_PARAMS, TOTAL_SLACK, grown, run_schedule
 
-pytestmark = pytest.mark.slow
-
 IS_WHOLE = os.environ.get("PDSERVE_FAULTS") == "all"
 SHARE = 0 if IS_WHOLE else int(os.environ.get("PDSERVE_FAULTS", "0"))
 # Of the requests of one case, two and two.

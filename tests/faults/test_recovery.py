@@ -16,8 +16,6 @@ from support.cluster import Cluster
 from support.network import missing_for_partitions
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 MID_STREAM = 8
 # A worker or a router is back after some seconds; a request waits so long for it.
 REDRIVE_WAIT_S = 30.0

@@ -18,8 +18,6 @@ from support.cluster import Cluster
 from support.samples import sampled
 from support.waiting import busyness
 
-pytestmark = pytest.mark.slow
-
 # 2% of it are more than a message's way on a busy machine, too.
 STEP_S = 0.5
 # Of a prompt: two steps.

@@ -26,8 +26,6 @@ from pdserve_router.api.pooling_types import (
 )
 from pdserve_router.api.responses_types import ResponsesBody
 
-pytestmark = pytest.mark.slow
-
 MODEL = "pdserve-tiny"
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -20,8 +20,6 @@ from system import ADAPTERS, PoolingSystem, System
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 
-pytestmark = pytest.mark.slow
-
 MODEL = "pdserve-tiny"
 INFERENCE = pb2.DESCRIPTOR.services_by_name["InferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]

@@ -27,8 +27,6 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_worker.control_service import MAX_DRAIN_TIMEOUT_MS
 
-pytestmark = pytest.mark.slow
-
 WORKERS = ("prefill-0", "decode-0")
 ENGINE = service_pb2.DESCRIPTOR.services_by_name["EngineCoreService"]
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"]

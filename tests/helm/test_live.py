@@ -20,8 +20,6 @@ from helm_chart import CPU_VALUES, ROOT, Manifest, container, find, of_kind, ren
 
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 # What Pods have addresses of their own for.
 ADDRESSES = {"prefill": "127.0.0.52", "decode": "127.0.0.53", "router": "127.0.0.51"}
 BIN = Path(sys.executable).parent

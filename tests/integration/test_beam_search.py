@@ -4,8 +4,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import EarlyStopping, SamplingParams
 from support.beams import hf_beams
@@ -14,8 +12,6 @@ EOS = 1
 NUM_TOKENS = 20
 # Stop tokens make ends as likely as a trained model's EOS does.
 STOPS = tuple(range(50, 54))
-
-pytestmark = pytest.mark.slow
 
 
 async def test_beams_equal_transformers(stack: Any, hf_model: Callable[..., Any]) -> None:

@@ -14,8 +14,6 @@ from pdserve_client.advisor.cost_profile import load_profile
 from pdserve_client.advisor.trace import read_trace
 from pdserve_client.bench import RequestResult, percentile, summarize
 
-pytestmark = pytest.mark.slow
-
 
 def bench(stack: Any, *args: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pdserve_client", "bench", "--address", stack.grpc_address]

@@ -22,8 +22,6 @@ from pdserve_common.model_folder import is_hub_id
 from support.hub import FakeHub
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 # Of what has to happen, however busy the machine is.
 DEADLINE_S = 300.0
 PDSERVE = [sys.executable, "-m", "pdserve_client"]

@@ -25,8 +25,6 @@ from pdserve_common import attach_protocol
 from pdserve_common.kv_types import PROTOCOL_VERSION
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # Of what has to happen, however busy the machine is.
 WAIT_S = 30.0

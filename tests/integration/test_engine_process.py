@@ -21,8 +21,6 @@ FAILURES = "pdserve_kv_transfer_failures_total"
 # Of what has to happen, however busy the machine is. A silent process is given up after 10 s.
 EXIT_TIMEOUT_S = 60.0
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def model(make_served_model: Callable[..., Path]) -> Path:

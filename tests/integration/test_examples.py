@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 INTERPRETERS = {".py": sys.executable, ".sh": "sh"}
 TIMEOUT_S = 180

@@ -13,8 +13,6 @@ from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
 from support.metrics import total
 
-pytestmark = pytest.mark.slow
-
 BLOCK_SIZE = 16
 NUM_CHATS, NUM_TURNS, NUM_ANSWERED = 6, 4, 9
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_ANSWERED, ignore_eos=True)

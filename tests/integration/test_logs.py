@@ -13,8 +13,6 @@ import pytest
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 
-pytestmark = pytest.mark.slow
-
 # Several blocks, so that it crosses the handoff.
 PROMPT = "a secret of mine " * 8
 # Of what has to happen, however busy the machine is.

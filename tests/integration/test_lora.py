@@ -16,8 +16,6 @@ from pdserve_client.client import build_request
 from pdserve_common.sampling_params import SamplingParams
 from support.adapters import merged_greedy, write_adapter
 
-pytestmark = pytest.mark.slow
-
 NUM_TOKENS = 120
 PROMPT = random.Random(0).choices(range(3, 290), k=75)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -23,8 +23,6 @@ from support.adapters import merged_greedy, write_adapter
 from support.metrics import total
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 NUM_TOKENS = 60
 PROMPT = random.Random(0).choices(range(3, 290), k=75)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

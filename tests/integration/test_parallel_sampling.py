@@ -18,8 +18,6 @@ BLOCK_SIZE = 16
 PROMPT_LENS = (2, 48, 270)
 USED_BLOCKS = 'pdserve_kv_blocks{state="used"}'
 
-pytestmark = pytest.mark.slow
-
 
 def random_prompt(length: int) -> list[int]:
     rng = random.Random(length)

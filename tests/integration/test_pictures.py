@@ -17,8 +17,6 @@ from pdserve_common.sampling_params import SamplingParams
 from support.models import LLAVA, PATCH_SIZE
 from support.picture_files import encoded, make_picture, picture_part
 
-pytestmark = pytest.mark.slow
-
 NUM_TOKENS = 100
 TIMEOUT_S = 120.0
 RED = encoded(make_picture(57, 40, seed=1))

@@ -17,8 +17,6 @@ from pdserve_client.client import Client
 from support.pooling_models import hf_labels, hf_states
 from support.stack import StartStack
 
-pytestmark = pytest.mark.slow
-
 TEXTS = ["the quick brown fox", "hello world", "a lazy dog sleeps over there all day long"]
 CLOSE = {"abs": 2e-5}
 MakeModel = Callable[..., Path]

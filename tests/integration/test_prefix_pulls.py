@@ -13,8 +13,6 @@ from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
 from support.metrics import total
 
-pytestmark = pytest.mark.slow
-
 BLOCK_SIZE = 16
 NUM_CHATS, NUM_TURNS = 4, 10
 NUM_ANSWERED, NUM_NEW = 21, 7

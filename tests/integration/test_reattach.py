@@ -6,8 +6,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import pytest
-
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -18,8 +16,6 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
-
-pytestmark = pytest.mark.slow
 
 # With logprobs an answer has several times as many bytes as come between all cuts. Tokens alone,
 # of which many come together after a cut, have too few.

@@ -15,8 +15,6 @@ from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.client import build_request
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 NUM_TOKENS = 600
 PROMPT = random.Random(0).choices(range(3, 290), k=100)
 PARAMS: Mapping[str, SamplingParams] = {

@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 # Of the served model's tokenizer, a byte each.
 EOS = 1
 # Several blocks, so that it crosses the handoff.

@@ -14,8 +14,6 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.sampling_params import SamplingParams
 from support.refusals import refused
 
-pytestmark = pytest.mark.slow
-
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 NO_PAIR = "no prefill worker has proven to work with a ready decode worker"
 NO_PREFILL = "no prefill worker with the weights that serve is ready"

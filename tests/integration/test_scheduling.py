@@ -16,8 +16,6 @@ import pytest
 
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 MAX_MODEL_LEN = 4096
 PROMPT_LEN = 40
 # So many that an answer is read before the next one has ended.

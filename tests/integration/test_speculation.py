@@ -18,8 +18,6 @@ from support.random_requests import MAX_MODEL_LEN, Answer, Asked, Watch, random_
 from support.samples import sampled
 from support.stack import Routed, RunningStack
 
-pytestmark = pytest.mark.slow
-
 PLUGIN = Path(__file__).parent / "drafts_plugin"
 # Of one worker: for the longest answer, and little besides.
 FEW_BLOCKS = 12

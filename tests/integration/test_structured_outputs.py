@@ -26,8 +26,6 @@ from support.grammars import EOS, MODEL
 from support.schemas import accepted_schemas
 from support.stack import RunningStack, attached_worker
 
-pytestmark = pytest.mark.slow
-
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -21,8 +21,6 @@ from support.adapters import write_adapter
 from support.samples import sampled
 from support.stack import RunningStack, StartStack
 
-pytestmark = pytest.mark.slow
-
 PROMPT_LENS = (15, 16, 40, 300)
 NUM_TOKENS = 24
 # Each way of sampling goes another way between ranks.

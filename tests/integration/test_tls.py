@@ -20,8 +20,6 @@ from pdserve_common.rpc import open_blocking_channel
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tls import Tls
 
-pytestmark = pytest.mark.slow
-
 NAMES = "IP:127.0.0.1,DNS:pdserve"
 KEY = "integration-test-key"
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -13,8 +13,6 @@ from pdserve_common.sampling_params import SamplingParams
 from support.models import NATIVE_MODELS
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 MAX_MODEL_LEN = 1280
 NUM_TOKENS = 8
 PROMPT_LENS = (1, 15, 16, 17, 1030)

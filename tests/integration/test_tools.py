@@ -20,8 +20,6 @@ from support.cut_proxy import cut_proxies
 from support.grammars import EOS
 from support.stack import RunningStack
 
-pytestmark = pytest.mark.slow
-
 NUM_SEEDS = 2
 QUESTION = [{"role": "user", "content": "Mia found a kite. What is the weather by the sea?"}]
 WEATHER = {

@@ -20,8 +20,6 @@ from support.cluster import HTTP_PORT, Cluster
 from support.otlp import CollectedSpan, Collector
 from support.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 # Several chunks of P.
 NUM_PROMPT_TOKENS = 300
 NUM_TOKENS = 6

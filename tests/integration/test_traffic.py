@@ -18,8 +18,6 @@ from pdserve_client.client import AsyncClient
 from pdserve_client.stack import ServiceProcess
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 WEIGHTS_MIB = 1
 NUM_STREAMS = 64
 # Longer than anybody waits for: ends only because somebody ends it.

@@ -25,8 +25,6 @@ from pdserve_router.workers.worker_client import WorkerClient
 from support.stack import attached_worker
 from support.waiting import busyness
 
-pytestmark = pytest.mark.slow
-
 # Large enough that a prompt's prefill is far longer than the way to the client.
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
 PROMPT_LEN = 700

@@ -15,8 +15,6 @@ from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 BEAMS = SamplingParams(temperature=0.0, max_tokens=8, n=3, use_beam_search=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

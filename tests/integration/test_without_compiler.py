@@ -9,8 +9,6 @@ import pytest
 from pdserve_client.client import Client
 from pdserve_common.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_stack_generates_on_reference_kernels(
     make_served_model: Callable[..., Path], start_stack: Any, monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,6 @@ from pdserve_common.rpc import LIVENESS_SERVICE
 from support.pooling_models import hf_states
 from support.refusals import refused
 
-pytestmark = pytest.mark.slow
-
 GenerateRequest = service_pb2.EngineCoreServiceGenerateRequest
 # Of calls that have to be answered, however busy the machine is.
 ANSWER_S = 30.0

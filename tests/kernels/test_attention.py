@@ -13,8 +13,6 @@ import torch
 from pdserve_kernels import cpu, reference
 from support.kernels import ISAS, use_isa
 
-pytestmark = pytest.mark.slow
-
 # One position, the borders of vectors, of blocks and of spans, and what lies between.
 LENGTHS = [1, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1100]
 MIX = {

@@ -11,8 +11,6 @@ from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Shape
 from support.ranks import Ranks, SharedMemory, run_ranks
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 SHAPES = [
     pytest.param(Shape(num_heads=8, num_kv_heads=4, intermediate=384), id="norms"),
     pytest.param(

@@ -13,8 +13,6 @@ from pdserve_kernels.groups import tree_sum
 from support.ranks import Devices, Gloo, Ranks, SharedMemory, num_shared_memories, run_ranks
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 # What makes a meeting of so many ranks.
 MEETINGS = [pytest.param(SharedMemory, id="shared memory"), pytest.param(Gloo, id="gloo")]
 SHAPES = [(1,), (1, 1024), (3, 17), (2, 0), (64, 33), (5000,)]  # the last exceed a slot

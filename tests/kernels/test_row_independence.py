@@ -12,8 +12,6 @@ from pdserve_kernels import reference
 from pdserve_kernels.reference import attention_plan, paged_attention
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = 600
 # All small counts, where GEMMs choose other paths, and the borders of their blocks.
@@ -29,10 +27,7 @@ ATTENTION = [
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(1, id="1 thread"),
-        pytest.param(2, id="2 threads", marks=pytest.mark.slow),
-    ],
+    params=[pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads")],
     autouse=True,
 )
 def _threads(request, set_threads):

@@ -45,7 +45,6 @@ def test_layers_of_a_cache_share_a_kernel(count) -> None:
     assert sizes_of(variants) == {"reshape_and_cache_kernel": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["triton", "triton.deterministic"])
 def test_decodes_of_all_sizes_share_kernels(count, name: str, kind: str) -> None:

@@ -16,8 +16,6 @@ from _pytest.mark.structures import ParameterSet
 from support.samples import sampled
 from support.triton_kernels import triton_kernels
 
-pytestmark = pytest.mark.slow
-
 triton = pytest.importorskip("triton")
 
 # Registers, shared memory and spills by kernel and architecture, of the version of Triton in it.

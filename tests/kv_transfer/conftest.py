@@ -9,7 +9,7 @@ from support.handoff import Pair
 from support.waiting import wait_until
 
 
-@pytest.fixture(params=["local", pytest.param("nixl", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", "nixl"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

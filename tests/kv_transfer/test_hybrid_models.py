@@ -16,8 +16,6 @@ from pdserve_engine.kv_transfer.ports import PullFinished, PullLost, StartAllowe
 from pdserve_engine.request.request import Request, RequestStatus
 from support.handoff import NUM_BLOCKS, SPEC, Pair
 
-pytestmark = pytest.mark.slow
-
 BLOCK_SIZE = 16
 WINDOW = 20
 CHUNK = 30

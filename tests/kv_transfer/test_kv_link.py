@@ -36,8 +36,6 @@ from support.local_transport import LocalRegistry
 from support.metrics import value
 from support.waiting import stop_process
 
-pytestmark = pytest.mark.slow
-
 # Nobody is faulty who is slow on a machine with much else to do.
 PATIENCE_S = 30.0
 

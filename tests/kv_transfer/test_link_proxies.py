@@ -20,8 +20,6 @@ from pdserve_engine.kv_transfer.ports import (
 from pdserve_engine.request.request import RequestStatus
 from support.handoff import make_identity
 
-pytestmark = pytest.mark.slow
-
 
 class Split:
     """A connector whose link methods are those of its proxy, as a service sees it."""

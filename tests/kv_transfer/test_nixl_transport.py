@@ -646,7 +646,6 @@ def peer_of(agent: NixlAgent) -> KVPeer:
     )
 
 
-@pytest.mark.slow
 def test_a_peer_that_has_slept_is_loaded_anew_when_no_read_goes_on() -> None:
     p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
     blocks = d.add_peer(peer_of(p))
@@ -663,7 +662,6 @@ def test_a_peer_that_has_slept_is_loaded_anew_when_no_read_goes_on() -> None:
     p.close()
 
 
-@pytest.mark.slow
 def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
     p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
     peer = peer_of(p)

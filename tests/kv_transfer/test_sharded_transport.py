@@ -311,7 +311,6 @@ SAMPLE = (("tp 4:2", "any"), ("tp 2:1", "tcp"))
 CUT_IN_PROCESSES = ("tp 2:1", "tp 1:2", "tp 4:1", "tp 4:2", "pp 2:1", "pp 1:2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes",
     [
@@ -337,7 +336,6 @@ def test_blocks_arrive_intact_from_ranks_in_other_processes(processes: Processes
         assert worker.ask("close") is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [("tp 2:1", "tcp")], indirect=True)
 def test_a_rank_of_p_that_dies_under_a_read_fails_it_once(processes: Processes) -> None:
     peer = processes.connect()
@@ -357,7 +355,6 @@ def test_a_rank_of_p_that_dies_under_a_read_fails_it_once(processes: Processes) 
     assert processes.d.ask("failure") is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [("tp 2:1", "tcp")], indirect=True)
 def test_a_rank_of_p_that_stops_stalls_a_read_which_ends_when_it_has_landed(
     processes: Processes,

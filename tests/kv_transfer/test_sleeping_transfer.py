@@ -139,7 +139,6 @@ def test_a_pool_that_cannot_be_registered_again_is_the_end(pair: Pair) -> None:
     assert pair.p.failure() == "the KV pool cannot be registered again: NIXL moves no bytes"
 
 
-@pytest.mark.slow
 def test_sleeping_often_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than D may leave connections behind."""
     monkeypatch.setattr(nixl_transport, "MAX_LEFT_OPEN", 3)

@@ -10,7 +10,6 @@ from support.transport_worker import TransportWorker
 from support.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(bool(missing_for_partitions()), reason=missing_for_partitions()),
 ]
 

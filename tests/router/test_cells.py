@@ -40,7 +40,6 @@ def test_each_worker_is_in_one_cell_and_cells_are_alike(num_prefill: int, num_de
         assert all(len(cell[P]) + len(cell[D]) <= SIZE + 1 for cell in cells)
 
 
-@pytest.mark.slow
 @given(st.integers(2, 60), st.integers(2, 60), st.data())
 def test_a_worker_that_goes_changes_little(num_prefill: int, num_decode: int, data) -> None:
     lists = lists_of(num_prefill, num_decode)

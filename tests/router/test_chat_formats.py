@@ -259,7 +259,6 @@ SCRAPS = st.sampled_from(
 JUNK = st.lists(SCRAPS | st.text(max_size=3), max_size=30).map("".join)
 
 
-@pytest.mark.slow
 @given(st.sampled_from(sorted(FORMATS)), JUNK, st.sampled_from(ReasoningStart), st.data())
 @example("qwen3_coder", "<function=f><parameter=x>" + "[" * 100_000 + "</parameter>", *[None] * 2)
 def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, start, data) -> None:
@@ -279,7 +278,6 @@ BLANKS = " \n"
 FILLINGS = SCRAPS | st.sampled_from([BLANKS, "\\'", "'", ", ", '{"a":', "a", "ab <", "</", "\n<"])
 
 
-@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(CASES), st.floats(0, 1), FILLINGS)
 @example(("hermes", "<think>a", ()), 1, BLANKS)

@@ -78,7 +78,6 @@ async def stream(url: str) -> str:
     return f"{answer[9:12]}, {'retry-after: 1' in answer}"
 
 
-@pytest.mark.slow
 async def test_with_few_descriptors_everybody_gets_an_answer(
     model_dir: Path, tokenizer: Any
 ) -> None:

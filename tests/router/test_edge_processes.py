@@ -24,8 +24,6 @@ from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, Edg
 from pdserve_router.requests.input_processor import InputProcessor
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 TIMEOUT_S = 180
 

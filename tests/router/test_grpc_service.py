@@ -218,7 +218,6 @@ async def test_tokenize_and_detokenize_are_inverse(stack) -> None:
     assert back.text.startswith("<|im_start|>user\nhello")
 
 
-@pytest.mark.slow
 async def test_tokenize_and_detokenize_refuse_bad_input(stack) -> None:
     for call, message, code in (
         (stack.stub.Tokenize, pb2.TokenizeRequest(), INVALID),

@@ -7,8 +7,6 @@ from test_tools import ARGUMENTS, CALLING, THOUGHT
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 
-pytestmark = pytest.mark.slow
-
 QUESTION = pb2.ChatMessage(role="user", content="what is the weather?")
 TOOLS = [
     pb2.Tool(name="get_weather", description="w", parameters='{"type": "object"}'),

@@ -244,7 +244,6 @@ async def test_handshakes_have_a_deadline(
         await until(lambda: stack.metric(LIMITED, server="http", limit="bad_handshake") == 3)
 
 
-@pytest.mark.slow
 async def test_of_unfinished_bodies_few_are_held_and_others_come_through(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

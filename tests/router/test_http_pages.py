@@ -90,7 +90,6 @@ async def test_bad_bodies_are_refused_by_name(http, path, body, param) -> None:
     assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.slow
 async def test_large_texts_are_tokenized_beside_the_event_loop(http, stack) -> None:
     """Where large requests are, which counts them."""
     text = "the quick brown fox " * 5000

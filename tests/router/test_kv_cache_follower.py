@@ -109,7 +109,6 @@ def play(world: World, move: tuple[object, ...]) -> None:
             world.reattach()
 
 
-@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(moves=moves)
 def test_whatever_a_stream_does_to_events_the_index_heals(

@@ -27,8 +27,6 @@ from pdserve_router.requests.request_limits import (
 from support.router_stack import ANSWER_TEXT
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 SERVICE = "/pdserve.v1.InferenceService/"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MiB = 1 << 20

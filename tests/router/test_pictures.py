@@ -24,8 +24,6 @@ from support.picture_files import data_url, encoded, make_picture, picture_part
 from support.router_stack import Stack, StartStack, tokens_of
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 ANSWER = (70, 71, 72, 73)
 RED, BLUE = (encoded(make_picture(50, 40, seed=seed)) for seed in (1, 2))
 CHAT = "/v1/chat/completions"

@@ -344,7 +344,6 @@ async def test_a_document_says_its_text(http) -> None:
         assert error["param"].startswith("documents[0]")
 
 
-@pytest.mark.slow
 async def test_what_a_request_holds_is_bounded(http, stack) -> None:
     half = [5] * 4096
     number = MAX_POOLED_TOKENS // 4096
@@ -371,7 +370,6 @@ async def test_the_numbers_of_an_answer_are_bounded(start_stack) -> None:
         assert (await stack.api.post("/v1/embeddings", json=body)).status_code == 200
 
 
-@pytest.mark.slow
 async def test_large_bodies_are_tokenized_beside_the_event_loop(http, stack) -> None:
     body = {"input": ["the quick brown fox " * 40] * 200}
     response = await http.post("/v1/embeddings", json=body)

@@ -46,7 +46,6 @@ async def test_a_prediction_is_tokenized_for_the_worker_that_decodes(
     assert [request.prediction_token_ids for request in stack.prefill.requests] == [()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prediction", "field"),
     [

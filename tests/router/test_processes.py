@@ -17,8 +17,6 @@ from pdserve_router.server import RouterServer
 from support.fake_worker import FakeWorker
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 BODY = {"model": "tiny", "prompt": "a", "max_tokens": 4, "temperature": 0}
 
 

@@ -357,7 +357,6 @@ async def test_who_waits_for_its_turn_may_leave_or_be_late(start: Any) -> None:
         assert worker.order == [1, 5]
 
 
-@pytest.mark.slow
 async def test_the_body_of_a_request_that_waits_for_its_turn_is_not_held(start: Any) -> None:
     async with start(f"alice:{ALICE}\n", **ONE_AT_A_TIME) as stack:
         worker = OneByOne(stack)

@@ -19,8 +19,6 @@ from support.crew import ANSWERS, A, B, numbers
 from support.fake_worker import MODEL, engine_info
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 READY = WorkerState.READY
 # It serves and has not gone for good in any of them.

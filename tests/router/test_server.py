@@ -252,7 +252,6 @@ async def test_a_taken_port_is_an_error_and_leaves_nothing_open(model_dir, port)
             await start_and_stop(config)
 
 
-@pytest.mark.slow
 async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
     answer = tokenizer.backend.encode(ANSWER_TEXT).ids
     worker = FakeWorker(WorkerRole.DECODE, vocab_size=tokenizer.vocab_size, answer=answer)

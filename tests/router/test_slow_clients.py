@@ -17,8 +17,6 @@ from pdserve_common.engine_types import FinishReason
 from support.router_stack import WatchedHttpServer
 from support.waiting import until
 
-pytestmark = pytest.mark.slow
-
 # Small windows, so that a few hundred kilobytes block the writer.
 SMALL_WINDOWS = [
     ("grpc.http2.bdp_probe", 0),

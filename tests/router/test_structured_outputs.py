@@ -30,8 +30,6 @@ from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
 from support.refusals import refused
 from support.samples import sampled
 
-pytestmark = pytest.mark.slow
-
 SERVED = {"served_fields": ("structured_outputs",)}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "b"}}

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import control_service_pb2 as control_pb2
@@ -17,8 +16,6 @@ from pdserve_engine.config import EngineConfig
 from support.adapters import write_adapter
 from support.refusals import refused
 from support.worker import TIMEOUT_S, Worker, add, ends, read_until, serve, until_idle
-
-pytestmark = pytest.mark.slow
 
 
 def add_lora(name: str, path: str = "") -> control_pb2.AddLoraRequest:

@@ -21,8 +21,6 @@ from support.steps import slowed_steps
 from support.waiting import until
 from support.worker import LONG, TIMEOUT_S, Worker, add, beat, until_idle
 
-pytestmark = pytest.mark.slow
-
 Stub = service_grpc.EngineCoreServiceStub
 
 

@@ -26,8 +26,6 @@ from support.worker import (
     read_until,
 )
 
-pytestmark = pytest.mark.slow
-
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

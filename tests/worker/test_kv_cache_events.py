@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import control_service_pb2 as control_pb2
@@ -26,8 +25,6 @@ from support.prefix_lengths import num_cached
 from support.scripted_engine import cached_in
 from support.waiting import until
 from support.worker import TIMEOUT_S, Worker, add, read_until, serve
-
-pytestmark = pytest.mark.slow
 
 TIMINGS = LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01, max_backoff_s=0.05)
 

@@ -79,7 +79,6 @@ process.run_worker(WorkerConfig(), role="decode", build=build)
 """
 
 
-@pytest.mark.slow
 def test_a_worker_whose_engine_hangs_as_it_closes_ends_as_it_was_asked_to(tmp_path: Path) -> None:
     log = tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

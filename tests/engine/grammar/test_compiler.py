@@ -33,8 +33,6 @@ from pdserve_engine.grammar.process import CompilerProcess
 from support import hostile_grammars
 from support.grammars import EOS, structural_tag, with_digest
 
-pytestmark = pytest.mark.slow
-
 NUMBER = structural_tag({"type": "regex", "pattern": "[0-9]+"})
 WORD = structural_tag({"type": "regex", "pattern": "[a-z]+"})
 # Takes quadratic time: minutes.
@@ -400,7 +398,6 @@ def test_a_cache_keeps_nothing_that_is_larger_than_itself() -> None:
 # ---- strangers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [60, pytest.param(2000, marks=pytest.mark.soak)], ids=["some", "many"]
 )

@@ -31,8 +31,6 @@ from support.requests import make_request
 from support.schemas import Judge, accepted_schemas, answer_bytes
 from support.steps import batch_of
 
-pytestmark = pytest.mark.slow
-
 NUM_ROWS = 8
 MAX_STEPS = 50_000
 CONSTRAINTS = (

@@ -19,7 +19,6 @@ COUNTS = Path(__file__).with_suffix(".json")
 ANNOTATIONS = {"draft7": {"optional/content"}}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(SUITE not in os.environ, reason=f"{SUITE} names no folder or archive of it")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_no_fewer_schemas_are_served_and_none_wrongly(

@@ -16,8 +16,6 @@ from pdserve_engine.lora.adapter_config import CONFIG_FILE, WEIGHTS_FILE, LoraEr
 from pdserve_engine.lora.hub import HubFetch, HubUnreachableError
 from support.hub import FakeHub
 
-pytestmark = pytest.mark.slow
-
 ADAPTER = "some-owner/Adapter.1"
 MAX_WEIGHTS_BYTES = 64 * 1024
 WEIGHTS = os.urandom(MAX_WEIGHTS_BYTES // 2)

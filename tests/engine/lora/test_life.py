@@ -45,12 +45,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def in_soak(*kinds: str) -> list[Any]:
     """All kinds, these in `make soak` only: other tests here go their way."""
     return [
-        pytest.param(kind, marks=[pytest.mark.soak] if kind in kinds else slow)
-        for kind, slow in (
-            ("inproc", []),
-            ("subprocess", [pytest.mark.slow]),
-            ("ranks", [pytest.mark.slow]),
-        )
+        pytest.param(kind, marks=[pytest.mark.soak] if kind in kinds else [])
+        for kind in ("inproc", "subprocess", "ranks")
     ]
 
 
@@ -315,7 +311,6 @@ async def test_those_of_the_config_are_there_from_the_start_and_stay(
         assert [each.name for each in engine.info.adapters] == ["c", "b"]
 
 
-@pytest.mark.slow
 async def test_adapters_of_the_hub_are_loaded_where_that_is_on(
     model: Path, root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,7 +340,6 @@ async def test_nothing_of_the_hub_is_loaded_where_that_is_off(engine: WorkerEngi
         await engine.call(adding("a", path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", in_soak("ranks"), indirect=True)
 async def test_a_download_ends_with_who_asked_and_may_be_looked_at(
     model: Path, root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

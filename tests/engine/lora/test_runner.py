@@ -61,7 +61,6 @@ def adapters(
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_request_has_its_bits_beside_eight_adapters(
     make_model: Callable[..., Path], adapters: list[Path], dtype: str

@@ -17,8 +17,6 @@ from support.model_driver import CPU, Driver, make_prompt, record_logits, run_as
 from support.models import BACKEND_MODELS
 from support.requests import greedy, make_request
 
-pytestmark = pytest.mark.slow
-
 UNFUSED = [*ALL_PROJECTIONS]
 PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 # Experts are not served.

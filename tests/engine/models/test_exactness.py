@@ -62,7 +62,6 @@ def kv_of(driver, request):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 def test_the_bits_of_a_request_do_not_depend_on_how_it_is_scheduled(
     make_model, architecture, dtype

@@ -12,7 +12,6 @@ import pytest
 from safetensors import safe_open
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 

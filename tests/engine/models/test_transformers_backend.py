@@ -20,8 +20,6 @@ from support.engines import generate_greedily, loaded
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, EXPERTS, WINDOW
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 DOC = Path(__file__).parents[3] / "docs" / "architectures.md"
 

@@ -148,7 +148,6 @@ async def test_a_score_of_two_tokens_is_the_share_of_the_second_in_transformers(
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", POOL)
 async def test_a_vector_has_the_same_bits_alone_and_in_any_batch(
@@ -223,7 +222,6 @@ async def test_a_preempted_request_brings_the_same_vector(
         assert engine.client.stats().num_preemptions >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-window", "llama-tied-sharded", "llama-biases"])
 async def test_all_that_our_own_code_runs_can_be_pooled(
     make_model: Callable[..., Path], name: str
@@ -280,7 +278,6 @@ async def test_adapters_change_embeddings_as_merged_weights_do(
         assert F.cosine_similarity(torch.tensor(found["plain"]), expected, dim=0) < 0.99
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine_process", ["inproc", "subprocess"])
 async def test_a_worker_proves_that_its_engine_pools(
     make_model: Callable[..., Path], engine_process: str

@@ -32,12 +32,10 @@ ONE_D = replace(AGAIN, requests=AGAIN.requests[:3])
 SEATS = replace(ONCE, requests=ONCE.requests[:4], d_blocks=(20, 20), d_seats=(2, 1))
 
 
-@pytest.mark.slow
 def test_all_requests_are_served() -> None:
     holds(ONCE, more_than=30_000)
 
 
-@pytest.mark.slow
 def test_nobody_starves() -> None:
     holds(AGAIN, more_than=10_000)
 
@@ -84,7 +82,6 @@ def test_unless_a_seat_is_in_sight_a_grant_has_a_client_wait_behind_its_first_to
     assert "waits behind its first token" in found.what
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_in_sight", [0, 1])
 def test_with_few_seats_and_few_blocks_all_are_served(num_in_sight: int) -> None:
     holds(replace(ONCE, d_seats=(1, 1), num_in_sight=num_in_sight), more_than=5_000)

@@ -1,6 +1,5 @@
 """A request whose workers fail, and without one of the rules K6 and K7."""
 
-import pytest
 from model_checks import fails, holds
 from recovery_model import RecoveryModel
 
@@ -9,7 +8,6 @@ def test_the_client_gets_one_answer_if_its_workers_fail_once() -> None:
     holds(RecoveryModel(max_redrives=1), more_than=5_000)
 
 
-@pytest.mark.slow
 def test_the_client_gets_one_answer_if_its_workers_fail_twice() -> None:
     holds(RecoveryModel(p_dies=False), more_than=100_000)
 

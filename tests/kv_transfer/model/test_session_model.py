@@ -81,13 +81,11 @@ def test_when_one_side_gives_up_the_other_one_ends_without_a_deadline(
     holds(SessionModel(scope), more_than=100 if num_cached else 1_000)
 
 
-@pytest.mark.slow
 def test_nothing_goes_wrong_whatever_happens() -> None:
     scope = Scope(preemption=True, restart=True, cuts=True, p_gives_up=True, d_gives_up=True)
     holds(SessionModel(scope), more_than=100_000)
 
 
-@pytest.mark.slow
 def test_nothing_goes_wrong_whatever_happens_while_d_is_short_of_blocks() -> None:
     scope = Scope(scarcity=True, restart=True, cuts=True, p_gives_up=True, d_gives_up=True)
     holds(SessionModel(scope), more_than=50_000)
