@@ -84,6 +84,14 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
+def end_call(call: Any) -> None:
+    """Cancel a call of a stream, also one whose write has failed as the stream ended: gRPC says
+    that it is done, and keeps it, with a task and what was not read of it, for ever.
+    """
+    if not call.cancel():
+        call._cython_call.cancel("it has ended")
+
+
 def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     """`open_channel` for callers without an event loop."""
     if tls is None:

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from pdserve_common import rpc
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.metrics_server import MetricsServer
-from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
+from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer, end_call
+from support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -111,3 +112,30 @@ async def test_a_caller_that_leaves_while_it_is_refused_is_no_error(
         await asyncio.wait_for(is_over.wait(), 60)
     await server.stop(0)
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_call_whose_write_fails_leaves_nothing_behind_though_not_all_is_read() -> None:
+    before = asyncio.all_tasks()
+
+    async def talk(requests: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        for _ in range(5):
+            await context.write(b"more than is read")
+
+    handlers = {"Talk": grpc.stream_stream_rpc_method_handler(talk)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Test", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def write_until_it_fails(call: Any) -> None:
+        while True:
+            await call.write(b"")
+
+    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream("/test.Test/Talk")()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asyncio.wait_for(write_until_it_fails(call), 60)
+        assert call.done()
+        end_call(call)
+    await server.stop(None)
+    await until(lambda: asyncio.all_tasks() <= before)

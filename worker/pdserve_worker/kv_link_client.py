@@ -13,7 +13,7 @@ from pdserve_common import defects
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.liveness import HEARTBEAT_S, keep_calling
-from pdserve_common.rpc import OpenChannel, open_channel
+from pdserve_common.rpc import OpenChannel, end_call, open_channel
 from pdserve_common.wire import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
@@ -110,7 +110,7 @@ class KVLinkPool:
                     await self._carry(call, link, outgoing)
                     return
                 finally:
-                    call.cancel()
+                    end_call(call)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except asyncio.TimeoutError:

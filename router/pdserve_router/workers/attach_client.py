@@ -11,6 +11,7 @@ import grpc
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock, every
+from pdserve_common.rpc import end_call
 from pdserve_common.send_queue import SendQueue
 
 # Of requests that wait to be sent to a worker. Their tokens take more than that elsewhere here.
@@ -105,7 +106,7 @@ class AttachStream:
         finally:
             for task in tasks:
                 task.cancel()
-            call.cancel()
+            end_call(call)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, call: Any, hello: service_pb2.AttachHello) -> None:
