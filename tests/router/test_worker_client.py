@@ -22,7 +22,7 @@ from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
-from pdserve_router.workers.attach_client import AttachStream, LinkLostError, LinkTimings
+from pdserve_router.workers.attach_client import AttachStream, LinkTimings
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -535,11 +535,15 @@ async def test_what_another_process_has_not_that_the_one_before_had_is_known(lin
 
 async def test_the_wait_for_the_next_stream_ends() -> None:
     async with Link(timings=SHORT) as link:
-        # It never answers.
-        await cut_while_running(link, "a")
+        may_answer = await cut_while_running(link, "a")
         await until(lambda: link.ends("a"))
         assert "did not attach again in time" in link.error("a").message
         assert link.client.state is WorkerState.DOWN
+        # What it adopts too late is aborted.
+        may_answer.set()
+        await link.ready()
+        await until(lambda: link.worker.num_running == 0)
+        assert link.worker.aborted == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -551,16 +555,6 @@ async def test_a_worker_is_waited_for_from_its_last_word_on(link, silence_s, lef
     await link.ready()
     link.client._stream._last_heard -= silence_s
     assert link.client._hold_s() == pytest.approx(left_s, abs=3)
-
-
-async def test_what_is_adopted_too_late_is_aborted(link) -> None:
-    may_answer = await cut_while_running(link, "a")
-    link.client._lost("too late")
-    assert "too late" in link.error("a").message
-    may_answer.set()
-    await link.ready()
-    await until(lambda: link.worker.num_running == 0)
-    assert link.worker.aborted == ["a"]
 
 
 async def test_an_abort_after_the_hello_follows_it(link) -> None:
@@ -741,11 +735,13 @@ async def test_a_token_that_cannot_be_taken_ends_its_request_alone(link, columns
     assert defects == ["b"]
 
 
-async def test_columns_of_unequal_length_end_the_link(link) -> None:
+async def test_columns_of_unequal_length_end_the_link(link, columns) -> None:
     frame = service_pb2.AttachResponse(frame_seq=1)
     frame.outputs.tokens.handles.append(1)
-    with pytest.raises(LinkLostError, match="columns"):
-        link.client._on_response(frame)
+    link.worker.links[0].frames.append(frame)
+    link.worker.cut()
+    await until(lambda: link.ends("a"))
+    assert "columns" in link.error("a").message
 
 
 async def test_idle_is_when_nothing_is_in_flight(link) -> None:
