@@ -5,7 +5,7 @@ import pytest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.sched_output import DraftPrefill, SchedulerOutput
-from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, decode_engine, expected
 
 BUDGET = 16
 # 29 tokens: seven blocks and one token.
@@ -13,21 +13,14 @@ PROMPT = [7] * 29
 
 
 @pytest.fixture
-def consumer() -> ScriptedConsumer:
-    return ScriptedConsumer()
+def engine() -> Engine:
+    return decode_engine(max_num_batched_tokens=BUDGET, num_blocks=64, has_draft_model=True)
 
 
-@pytest.fixture
-def engine(consumer: ScriptedConsumer) -> Engine:
-    return Engine(
-        consumer=consumer, max_num_batched_tokens=BUDGET, num_blocks=64, has_draft_model=True
-    )
-
-
-def claim(engine: Engine, consumer: ScriptedConsumer, name: str = "a", **fields: object) -> None:
+def claim(engine: Engine, name: str = "a", **fields: object) -> None:
     """P asks for the blocks of a request; D gives them to it in the next step."""
     engine.add(name, PROMPT, kv_transfer_params=ON_D, **fields)
-    consumer.claim(name)
+    engine.consumer.claim(name)
 
 
 def prefills(engine: Engine) -> list[list[DraftPrefill]]:
@@ -35,10 +28,8 @@ def prefills(engine: Engine) -> list[list[DraftPrefill]]:
     return [list(step.draft_prefills) for step in engine.rank.steps if step.draft_prefills]
 
 
-def test_a_request_that_waits_is_computed_in_steps_of_its_own(
-    engine: Engine, consumer: ScriptedConsumer
-) -> None:
-    claim(engine, consumer)
+def test_a_request_that_waits_is_computed_in_steps_of_its_own(engine: Engine) -> None:
+    claim(engine)
     engine.run()
     first, second = prefills(engine)
     assert [prefill.num_tokens for prefill in (*first, *second)] == [16, 12]
@@ -47,19 +38,17 @@ def test_a_request_that_waits_is_computed_in_steps_of_its_own(
     assert all(prefill.token_ids == tuple(PROMPT) for prefill in (*first, *second))
     assert not any(step.num_scheduled_tokens for step in engine.rank.steps)
     assert not engine.core.has_work(), "there is nothing left to do"
-    consumer.finish_load("a")
+    engine.consumer.finish_load("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert len(prefills(engine)) == 2
     engine.assert_idle()
 
 
-def test_steps_that_compute_something_leave_the_rest_of_their_budget(
-    engine: Engine, consumer: ScriptedConsumer
-) -> None:
+def test_steps_that_compute_something_leave_the_rest_of_their_budget(engine: Engine) -> None:
     engine.add("local", [1] * 10, max_tokens=9)
-    claim(engine, consumer, "a")
-    claim(engine, consumer, "b")
+    claim(engine, "a")
+    claim(engine, "b")
     while "local" in engine.scheduler.requests:
         engine.step()
     for step in engine.rank.steps:
@@ -70,8 +59,8 @@ def test_steps_that_compute_something_leave_the_rest_of_their_budget(
     assert engine.tokens("local") == expected([1] * 10, 9)
 
 
-def test_nothing_is_computed_while_paused(engine: Engine, consumer: ScriptedConsumer) -> None:
-    claim(engine, consumer)
+def test_nothing_is_computed_while_paused(engine: Engine) -> None:
+    claim(engine)
     engine.step()
     num_steps = len(engine.rank.steps)
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
@@ -83,26 +72,24 @@ def test_nothing_is_computed_while_paused(engine: Engine, consumer: ScriptedCons
     assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 28
 
 
-def test_blocks_that_others_needed_are_computed_again(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=12, has_draft_model=True)
-    claim(engine, consumer)
+def test_blocks_that_others_needed_are_computed_again() -> None:
+    engine = decode_engine(num_blocks=12, has_draft_model=True)
+    claim(engine)
     engine.run()
     engine.add("local", [1] * 4, max_tokens=20)
     engine.step()
-    while "a" in consumer.loading:
+    while "a" in engine.consumer.loading:
         engine.step()
     engine.run()
     assert engine.tokens("local") == expected([1] * 4, 20)
-    assert "a" in consumer.loading, "it has blocks again"
+    assert "a" in engine.consumer.loading, "it has blocks again"
     assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 2 * 28
 
 
-def test_a_step_that_finds_out_whose_fault_it_is_computes_nothing_else(
-    engine: Engine, consumer: ScriptedConsumer
-) -> None:
+def test_a_step_that_finds_out_whose_fault_it_is_computes_nothing_else(engine: Engine) -> None:
     for name in ("one", "other"):
         engine.add(name, [1] * 4, max_tokens=3)
-    claim(engine, consumer)
+    claim(engine)
     num_failures = 0
 
     def fail(step: SchedulerOutput) -> None:

@@ -205,7 +205,7 @@ async def test_each_front_end_gets_its_own_outputs(engine: WorkerEngine) -> None
         client.close()
 
 
-async def test_an_id_in_use_is_refused(engine: WorkerEngine, client: Client) -> None:
+async def test_an_id_in_use_is_refused(client: Client) -> None:
     client.add("twice", max_tokens=50)
     with pytest.raises(InvalidRequestError, match="twice"):
         client.add("twice")
@@ -213,29 +213,25 @@ async def test_an_id_in_use_is_refused(engine: WorkerEngine, client: Client) -> 
     assert len(client.tokens("twice")) == 50
 
 
-async def test_a_deadline_ends_a_request(engine: WorkerEngine, client: Client) -> None:
+async def test_a_deadline_ends_a_request(client: Client) -> None:
     client.add("late", max_tokens=LONG, deadline=time.monotonic() + 0.2)
     end = await client.end_of("late")
     assert end.finish_reason == FinishReason.ERROR
     assert end.error is not None
     assert end.error.code == ErrorCode.DEADLINE_EXCEEDED
-    await until_idle(engine)
+    await until_idle(client.engine)
 
 
-async def test_a_huge_deadline_does_not_end_the_engine(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_a_huge_deadline_does_not_end_the_engine(client: Client) -> None:
     client.add("patient", max_tokens=2, deadline=time.monotonic() + 1e10)
     assert await client.finish_reason("patient") == FinishReason.LENGTH
-    assert engine.problem() is None
+    assert client.engine.problem() is None
 
 
 # ---- attempts
 
 
-async def test_a_higher_attempt_supersedes_the_one_that_runs(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_a_higher_attempt_supersedes_the_one_that_runs(client: Client) -> None:
     client.add("reference", max_tokens=40)
     await client.end_of("reference")
     wanted = client.tokens("reference")
@@ -249,12 +245,10 @@ async def test_a_higher_attempt_supersedes_the_one_that_runs(
     tokens = {o.first_token_index + i: t for o in later for i, t in enumerate(o.new_token_ids)}
     assert tokens == {i: wanted[i] for i in range(min(tokens), 40)}
     assert min(tokens) <= 7
-    await until_idle(engine)
+    await until_idle(client.engine)
 
 
-async def test_an_attempt_that_is_not_higher_is_refused(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_an_attempt_that_is_not_higher_is_refused(client: Client) -> None:
     client.add("second", max_tokens=40, attempt=1)
     for attempt in (0, 1):
         with pytest.raises(InvalidRequestError, match="'second' is running already"):
@@ -263,10 +257,8 @@ async def test_an_attempt_that_is_not_higher_is_refused(
     assert (end.attempt, end.finish_reason) == (1, FinishReason.LENGTH)
 
 
-async def test_a_front_end_cannot_supersede_anothers_request(
-    engine: WorkerEngine, client: Client
-) -> None:
-    other = Client(engine)
+async def test_a_front_end_cannot_supersede_anothers_request(client: Client) -> None:
+    other = Client(client.engine)
     client.add("owned", max_tokens=40)
     with pytest.raises(InvalidRequestError, match="'owned' is running already"):
         other.add("owned", attempt=1)
@@ -288,9 +280,7 @@ async def test_a_front_end_that_comes_back_supersedes_what_it_had(engine: Worker
     await until_idle(engine)
 
 
-async def test_an_attempt_that_ends_late_does_not_end_the_next(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_an_attempt_that_ends_late_does_not_end_the_next(client: Client) -> None:
     """The end of the lower one may be under way when the higher one comes."""
     for round_ in range(20):
         name = f"race-{round_}"
@@ -300,56 +290,48 @@ async def test_an_attempt_that_ends_late_does_not_end_the_next(
         await until(
             lambda name=name: any(o.finished and o.attempt == 1 for o in client.outputs(name))
         )
-        other = Client(engine)
+        other = Client(client.engine)
         other.add(name, max_tokens=1)  # the id is free again
         assert await other.finish_reason(name) == FinishReason.LENGTH
         other.close()
-    await until_idle(engine)
+    await until_idle(client.engine)
 
 
-async def test_an_abort_after_superseding_ends_the_higher_attempt(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_an_abort_after_superseding_ends_the_higher_attempt(client: Client) -> None:
     await client.start("both")
     client.add("both", max_tokens=LONG, attempt=1)
     client.abort("both")
     end = await client.end_of("both")
     assert (end.attempt, end.finish_reason) == (1, FinishReason.ABORT)
-    await until_idle(engine)
+    await until_idle(client.engine)
 
 
 # ---- aborts
 
 
-async def test_running_and_queued_requests_can_be_aborted(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_running_and_queued_requests_can_be_aborted(client: Client) -> None:
     running = [f"running-{number}" for number in range(MAX_NUM_SEQS)]
     for name in [*running, "queued"]:
         client.add(name, max_tokens=LONG)
     await until(lambda: all(client.tokens(name) for name in running))
-    engine.abort_requests(client.index, ["queued", running[0], "unknown"])
+    client.engine.abort_requests(client.index, ["queued", running[0], "unknown"])
     for name in ("queued", running[0]):
         assert await client.finish_reason(name) == FinishReason.ABORT
     assert client.tokens("queued") == []
-    engine.abort_requests(client.index, running)
+    client.engine.abort_requests(client.index, running)
     await until(lambda: sorted(client.ended()) == sorted([*running, "queued"]))
-    await until_idle(engine)
+    await until_idle(client.engine)
 
 
-async def test_a_front_end_cannot_abort_anothers_request(
-    engine: WorkerEngine, client: Client
-) -> None:
-    other = Client(engine)
+async def test_a_front_end_cannot_abort_anothers_request(client: Client) -> None:
+    other = Client(client.engine)
     client.add("mine", max_tokens=40)
-    engine.abort_requests(other.index, ["mine"])
+    client.engine.abort_requests(other.index, ["mine"])
     assert await client.finish_reason("mine") == FinishReason.LENGTH
     other.close()
 
 
-async def test_an_id_can_be_used_again_after_an_abort_that_came_too_late(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_an_id_can_be_used_again_after_an_abort_that_came_too_late(client: Client) -> None:
     for _ in range(20):
         client.messages.clear()
         client.add("again", max_tokens=1)
@@ -377,28 +359,28 @@ async def test_a_front_end_that_leaves_takes_its_requests_along(engine: WorkerEn
 # ---- what is told of the engine
 
 
-async def test_steps_and_stats_grow(engine: WorkerEngine, client: Client) -> None:
-    seen = [(engine.step_seq(), engine.stats().prefix_cache_queries)]
+async def test_steps_and_stats_grow(client: Client) -> None:
+    seen = [(client.engine.step_seq(), client.engine.stats().prefix_cache_queries)]
     for number in range(3):
         client.add(f"count-{number}", max_tokens=5)
         await client.end_of(f"count-{number}")
-        seen.append((engine.step_seq(), engine.stats().prefix_cache_queries))
+        seen.append((client.engine.step_seq(), client.engine.stats().prefix_cache_queries))
     for (step, queries), (later_step, later_queries) in itertools.pairwise(seen):
         assert later_step >= step + 5
         assert later_queries > queries
 
 
-async def test_the_load_is_seen_while_requests_run(engine: WorkerEngine, client: Client) -> None:
+async def test_the_load_is_seen_while_requests_run(client: Client) -> None:
     for number in range(MAX_NUM_SEQS + 2):
         client.add(f"load-{number}", max_tokens=LONG)
 
     def load() -> tuple[int, int]:
-        return engine.stats().num_running_reqs, engine.stats().num_waiting_reqs
+        return client.engine.stats().num_running_reqs, client.engine.stats().num_waiting_reqs
 
     await until(lambda: load() == (MAX_NUM_SEQS, 2))
-    assert engine.stats().num_free_blocks < engine.stats().num_total_blocks
-    engine.abort_requests(client.index, [f"load-{n}" for n in range(MAX_NUM_SEQS + 2)])
-    await until_idle(engine)
+    assert client.engine.stats().num_free_blocks < client.engine.stats().num_total_blocks
+    client.engine.abort_requests(client.index, [f"load-{n}" for n in range(MAX_NUM_SEQS + 2)])
+    await until_idle(client.engine)
 
 
 async def scrape(registry: CollectorRegistry) -> dict[str, float]:
@@ -430,15 +412,15 @@ async def test_metrics_are_those_of_the_engine(
 # ---- control verbs
 
 
-async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client: Client) -> None:
+async def test_a_pause_holds_requests_until_resume(client: Client) -> None:
     await client.start("frozen")
-    await engine.call(Pause(mode=PauseMode.KEEP))
-    assert engine.state() == EngineState(is_paused=True)
+    await client.engine.call(Pause(mode=PauseMode.KEEP))
+    assert client.engine.state() == EngineState(is_paused=True)
     num_tokens = len(client.tokens("frozen"))
     await asyncio.sleep(0.1)
     assert len(client.tokens("frozen")) == num_tokens
-    await engine.call(Resume())
-    assert engine.state() == EngineState()
+    await client.engine.call(Resume())
+    assert client.engine.state() == EngineState()
     await until(lambda: len(client.tokens("frozen")) > num_tokens)
     client.abort("frozen")
     assert await client.finish_reason("frozen") == FinishReason.ABORT
@@ -456,62 +438,58 @@ async def test_a_verb_that_does_not_suit_the_state_is_a_typed_error(engine: Work
     assert engine.state() == EngineState()
 
 
-async def test_a_verb_whose_caller_gives_up_is_undone(engine: WorkerEngine, client: Client) -> None:
+async def test_a_verb_whose_caller_gives_up_is_undone(client: Client) -> None:
     await client.start("long")  # a pause does not wait for requests that wait
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(engine.call(Pause(mode=PauseMode.WAIT)), 0.2)
-    await until(lambda: engine.state() == EngineState())
+        await asyncio.wait_for(client.engine.call(Pause(mode=PauseMode.WAIT)), 0.2)
+    await until(lambda: client.engine.state() == EngineState())
     client.abort("long")
     assert await client.finish_reason("long") == FinishReason.ABORT
     client.add("after")
     assert await client.finish_reason("after") == FinishReason.LENGTH
 
 
-async def test_sleep_gives_memory_back_and_wake_up_serves_again(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_sleep_gives_memory_back_and_wake_up_serves_again(client: Client) -> None:
     client.add("before", max_tokens=8)
     await client.end_of("before")
-    assert await engine.call(Sleep(level=1, mode=PauseMode.WAIT)) > 0
-    assert engine.state() == EngineState(is_paused=True, sleep_level=1)
+    assert await client.engine.call(Sleep(level=1, mode=PauseMode.WAIT)) > 0
+    assert client.engine.state() == EngineState(is_paused=True, sleep_level=1)
     client.add("asleep", max_tokens=8)
-    await engine.call(WakeUp())
-    assert engine.state() == EngineState()
+    await client.engine.call(WakeUp())
+    assert client.engine.state() == EngineState()
     assert await client.finish_reason("asleep") == FinishReason.LENGTH
     assert client.tokens("asleep") == client.tokens("before")
 
 
-async def test_the_prefix_cache_can_be_forgotten(engine: WorkerEngine, client: Client) -> None:
+async def test_the_prefix_cache_can_be_forgotten(client: Client) -> None:
     prompt = tuple(range(3, 43))
     client.add("cached", prompt=prompt)
     await client.end_of("cached")
-    assert await engine.call(ResetPrefixCache()) >= 2
-    assert await engine.call(ResetPrefixCache()) == 0
+    assert await client.engine.call(ResetPrefixCache()) >= 2
+    assert await client.engine.call(ResetPrefixCache()) == 0
     client.add("anew", prompt=prompt)
     await client.end_of("anew")
     assert client.tokens("anew") == client.tokens("cached")
 
 
-async def test_it_says_what_its_pool_has_cached_before_the_outputs(
-    engine: WorkerEngine, client: Client
-) -> None:
+async def test_it_says_what_its_pool_has_cached_before_the_outputs(client: Client) -> None:
     cached: set[int] = set()
-    engine.record_kv_cache_events(lambda events: apply_events(cached, events))
+    client.engine.record_kv_cache_events(lambda events: apply_events(cached, events))
     prompt = tuple(range(50, 90))
     hashes: list[bytes] = []
     request = client.add("told", prompt=prompt)
-    extend_block_hashes(hashes, request, prompt, engine.info.block_size)
+    extend_block_hashes(hashes, request, prompt, client.engine.info.block_size)
     await client.end_of("told")
     assert cached >= set(truncated_hashes(hashes))
-    await engine.call(ResetPrefixCache())
+    await client.engine.call(ResetPrefixCache())
     await until(lambda: not cached)
     client.add("again", prompt=prompt)
     await client.end_of("again")
     assert cached == set(truncated_hashes(hashes))
     again: set[int] = set()
-    engine.record_kv_cache_events(lambda events: apply_events(again, events))
+    client.engine.record_kv_cache_events(lambda events: apply_events(again, events))
     await until(lambda: again == cached)
-    engine.record_kv_cache_events(lambda events: None)
+    client.engine.record_kv_cache_events(lambda events: None)
 
 
 # ---- the end

@@ -8,7 +8,14 @@ from pdserve_common.engine_types import FinishReason
 from pdserve_common.lora_types import LoRARequest
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
-from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
+from support.scripted_engine import (
+    BLOCK_SIZE,
+    ON_D,
+    Engine,
+    ScriptedConsumer,
+    decode_engine,
+    expected,
+)
 
 PROMPT = list(range(10))  # two full blocks and a half
 
@@ -52,15 +59,14 @@ def test_branches_compute_the_prompt_once(
 
 
 def test_branches_share_what_was_pulled() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer, enable_caching=False)
+    engine = decode_engine(enable_caching=False)
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
     assert not engine.rank.steps or not engine.rank.steps[-1].num_scheduled_tokens
-    consumer.claim(names[0])
+    engine.consumer.claim(names[0])
     engine.step()
     engine.step()
-    consumer.finish_load(names[0])
+    engine.consumer.finish_load(names[0])
     engine.step()
     engine.run()
     for name in names:
@@ -73,19 +79,18 @@ def test_branches_share_what_was_pulled() -> None:
 
 
 def test_branches_wait_for_the_next_attempt_of_their_source() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
+    engine = decode_engine()
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
-    consumer.lose(names[0])
+    engine.consumer.lose(names[0])
     engine.step()
     engine.outputs.clear()
     engine.add(names[0], PROMPT, kv_transfer_params=ON_D, attempt=1)
     engine.run()
     assert not engine.outputs, "nobody computes what is about to be pulled"
-    consumer.claim(names[0])
+    engine.consumer.claim(names[0])
     engine.run()
-    consumer.finish_load(names[0])
+    engine.consumer.finish_load(names[0])
     engine.run()
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, 4)
@@ -106,8 +111,7 @@ def test_branches_do_not_wait_for_an_attempt_with_another_prompt() -> None:
 
 
 def test_branches_outlive_their_source() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
+    engine = decode_engine()
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
     engine.core.abort_requests([names[0]])

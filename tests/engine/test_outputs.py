@@ -1,18 +1,17 @@
 """What a request's outputs say of where its time went."""
 
 from support.clock import Clock
-from support.scripted_engine import ON_D, Engine, ScriptedConsumer
+from support.scripted_engine import ON_D, decode_engine
 
 
 def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> None:
     """The consumer is done in the middle of a step; the scheduler hears of it after that."""
-    consumer = ScriptedConsumer()
-    engine = Engine(clock=clock, consumer=consumer)
+    engine = decode_engine(clock=clock)
     engine.add("a", list(range(10)), max_tokens=3, kv_transfer_params=ON_D)
     engine.step()
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    consumer.finish_load("a")
+    engine.consumer.finish_load("a")
     clock.now_s += 30
     engine.rank.on_step = lambda step: setattr(clock, "now_s", clock.now_s + 2)
     engine.run()
@@ -23,15 +22,14 @@ def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> No
 
 
 def test_only_the_worker_that_computes_the_prompt_tells_how_long_it_took() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
+    engine = decode_engine()
     engine.add("local", list(range(10)), max_tokens=3)
     engine.run()
     engine.add("pulled", list(range(20, 30)), max_tokens=3, kv_transfer_params=ON_D)
     engine.step()
-    consumer.claim("pulled")
+    engine.consumer.claim("pulled")
     engine.step()
-    consumer.finish_load("pulled")
+    engine.consumer.finish_load("pulled")
     engine.run()
     first, *others = [output.prefill_stats for output in engine.outputs["local"]]
     assert first is not None

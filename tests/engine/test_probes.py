@@ -12,19 +12,14 @@ from support.scripted_engine import (
     ON_D,
     ON_P,
     Engine,
-    ScriptedConsumer,
     ScriptedProducer,
+    decode_engine,
     expected,
 )
 
 PROMPT = [7] * (MAX_PROBE_BLOCKS * BLOCK_SIZE)
 # In chunks as small as these prompts, and with the steps that async scheduling plans ahead.
 NUM_STEPS = 6
-
-
-@pytest.fixture
-def consumer() -> ScriptedConsumer:
-    return ScriptedConsumer()
 
 
 def add_probe(engine: Engine, name: str, **fields: object) -> None:
@@ -50,29 +45,25 @@ def step_until_ended(engine: Engine, name: str, max_steps: int = NUM_STEPS) -> N
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("mode", ["v1", "v0"])
 def test_a_full_decode_worker_grants_a_probe_and_runs_it(
-    consumer: ScriptedConsumer, clock: Clock, policy: str, mode: str
+    clock: Clock, policy: str, mode: str
 ) -> None:
-    engine = Engine(
-        clock=clock,
-        consumer=consumer,
-        max_num_seqs=2,
-        scheduling_policy=policy,
-        scheduling_mode=mode,
+    engine = decode_engine(
+        clock=clock, max_num_seqs=2, scheduling_policy=policy, scheduling_mode=mode
     )
     engine.add("claims", [1] * 8, kv_transfer_params=ON_D)
     fill(engine)
-    consumer.claim("claims")
+    engine.consumer.claim("claims")
     engine.step()
     clock.now_s += 10 * remote_prefill.OVERDUE_S  # nobody may overtake them
     add_probe(engine, "probe", kv_transfer_params=ON_D)
-    consumer.claim("probe")
+    engine.consumer.claim("probe")
     engine.step()
-    assert list(consumer.loading) == ["probe"]
-    consumer.finish_load("probe")
+    assert list(engine.consumer.loading) == ["probe"]
+    engine.consumer.finish_load("probe")
     step_until_ended(engine, "probe")
     assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-    assert not consumer.loading, "a probe's seat is nobody else's"
-    assert consumer.deferred == ["claims"]
+    assert not engine.consumer.loading, "a probe's seat is nobody else's"
+    assert engine.consumer.deferred == ["claims"]
 
 
 def test_a_prefill_worker_asks_for_a_probe_at_once_and_computes_it_beside_a_long_prompt() -> None:
@@ -97,10 +88,8 @@ def test_a_prefill_worker_asks_for_a_probe_at_once_and_computes_it_beside_a_long
     assert list(engine.scheduler.running) == [running]
 
 
-def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_probe(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=12, max_num_seqs=2, enable_caching=False)
+def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_probe() -> None:
+    engine = decode_engine(num_blocks=12, max_num_seqs=2, enable_caching=False)
     engine.add("a", [1] * 16, 20)
     engine.add("b", [2] * 16, 20)
     while not engine.scheduler.num_preemptions:
@@ -109,10 +98,10 @@ def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_pro
         engine.step()
     assert len(engine.scheduler.waiting) == 1
     add_probe(engine, "probe", kv_transfer_params=ON_D)
-    consumer.claim("probe")
+    engine.consumer.claim("probe")
     engine.step()
-    assert list(consumer.loading) == ["probe"]
-    consumer.finish_load("probe")
+    assert list(engine.consumer.loading) == ["probe"]
+    engine.consumer.finish_load("probe")
     step_until_ended(engine, "probe")
     engine.run()
     assert engine.tokens("a") == expected([1] * 16, 20)
@@ -120,16 +109,14 @@ def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_pro
     engine.assert_idle()
 
 
-def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=128, max_num_seqs=2)
+def test_probes_run_few_at_a_time_and_take_no_seat_of_others() -> None:
+    engine = decode_engine(num_blocks=128, max_num_seqs=2)
     fill(engine, max_tokens=30)
     names = [f"p{index}" for index in range(5 * NUM_PROBE_SEATS)]
     for index, name in enumerate(names):
         add_probe(engine, name, kv_transfer_params=ON_D if index % 2 else None)
         if index % 2:
-            consumer.claim(name)
+            engine.consumer.claim(name)
     most = 0
     while not set(names).isdisjoint(engine.scheduler.requests):
         engine.step()
@@ -137,8 +124,8 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
         held = [*running, *ready, *engine.scheduler.places.remote_prefills.with_blocks()]
         most = max(most, sum(request.is_probe for request in held))
         assert sum(not request.is_probe for request in running) == 2, "they go on"
-        for name in list(consumer.loading):
-            consumer.finish_load(name)
+        for name in list(engine.consumer.loading):
+            engine.consumer.finish_load(name)
     assert most == NUM_PROBE_SEATS
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, MAX_PROBE_TOKENS)
@@ -157,16 +144,14 @@ def test_as_many_probes_run_at_once_as_have_seats() -> None:
     engine.assert_idle()
 
 
-def test_a_probe_that_has_landed_comes_before_a_prompt_that_fills_the_step(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer)
+def test_a_probe_that_has_landed_comes_before_a_prompt_that_fills_the_step() -> None:
+    engine = decode_engine()
     add_probe(engine, "probe", kv_transfer_params=ON_D)
-    consumer.claim("probe")
+    engine.consumer.claim("probe")
     engine.step()
     engine.add("long", [1] * 60, 2)
     engine.step()
-    consumer.finish_load("probe")
+    engine.consumer.finish_load("probe")
     step = engine.step()
     assert step is not None
     assert step.num_scheduled_tokens["probe"] == 1

@@ -8,47 +8,42 @@ from pdserve_common.engine_types import EngineCoreOutput
 from pdserve_engine.core import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
-from support.scripted_engine import ON_D, Engine, ScriptedConsumer, expected
-
-
-@pytest.fixture
-def consumer() -> ScriptedConsumer:
-    return ScriptedConsumer()
+from support.scripted_engine import ON_D, Engine, decode_engine, expected
 
 
 def add_ticket(engine: Engine, name: str, num_tokens: int, **fields: object) -> None:
     engine.add(name, [ord(name[0])] * num_tokens, kv_transfer_params=ON_D, **fields)
 
 
-def test_grants_that_do_not_run_stay_under_a_quarter_of_the_pool(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=32)
+def add_claimed(engine: Engine, name: str, num_tokens: int, **fields: object) -> None:
+    """Add a ticket for which P asks for blocks."""
+    add_ticket(engine, name, num_tokens, **fields)
+    engine.consumer.claim(name)
+
+
+def test_grants_that_do_not_run_stay_under_a_quarter_of_the_pool() -> None:
+    engine = decode_engine(num_blocks=32)
     for name in ("a", "b", "c"):
-        add_ticket(engine, name, 16)
-        consumer.claim(name)
+        add_claimed(engine, name, 16)
     engine.step()
-    assert list(consumer.loading) == ["a", "b"]
-    assert consumer.deferred == ["c"]
-    consumer.finish_load("a")
+    assert list(engine.consumer.loading) == ["a", "b"]
+    assert engine.consumer.deferred == ["c"]
+    engine.consumer.finish_load("a")
     engine.step()
-    assert "c" in consumer.loading
+    assert "c" in engine.consumer.loading
 
 
-def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=4, enable_caching=False)
+def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=4, enable_caching=False)
     scheduler = engine.scheduler
     engine.add("local", [1] * 4, max_tokens=60)
     names = [f"{index}" for index in range(15)]
     for name in names:
-        add_ticket(engine, name, 12, max_tokens=9)
-        consumer.claim(name)
+        add_claimed(engine, name, 12, max_tokens=9)
     while "local" in scheduler.requests:
         engine.step()
-        for name in list(consumer.loading):
-            consumer.finish_load(name)
+        for name in list(engine.consumer.loading):
+            engine.consumer.finish_load(name)
         idle = (*scheduler.places.kv_ready, *scheduler.places.remote_prefills.with_blocks())
         assert sum(engine.kv.num_blocks_of(request.request_id) for request in idle) <= 16
         stats = scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
@@ -59,173 +54,147 @@ def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well(
     engine.assert_idle()
 
 
-def test_a_grant_leaves_the_watermark_free_unless_nothing_is_admitted(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=20, kv_watermark=0.5, enable_caching=False)
+def test_a_grant_leaves_the_watermark_free_unless_nothing_is_admitted() -> None:
+    engine = decode_engine(num_blocks=20, kv_watermark=0.5, enable_caching=False)
     engine.add("running", [1] * 4, max_tokens=9)
     engine.step()
-    add_ticket(engine, "a", 40)
-    consumer.claim("a")
+    add_claimed(engine, "a", 40)
     engine.step()
-    assert consumer.deferred == ["a"], "it would fit, and leave 7 blocks of 20"
+    assert engine.consumer.deferred == ["a"], "it would fit, and leave 7 blocks of 20"
     engine.run()
-    assert "a" in consumer.loading, "alone it may have them"
+    assert "a" in engine.consumer.loading, "alone it may have them"
 
 
-def test_an_overdue_claim_is_not_overtaken(
-    consumer: ScriptedConsumer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=16, enable_caching=False)
+def test_an_overdue_claim_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = decode_engine(num_blocks=16, enable_caching=False)
     engine.add("running", [1] * 30, max_tokens=16)
     engine.step()
     engine.step()
-    add_ticket(engine, "big", 40)
-    consumer.claim("big")
+    add_claimed(engine, "big", 40)
     engine.step()
-    add_ticket(engine, "small", 4)
-    consumer.claim("small")
+    add_claimed(engine, "small", 4)
     engine.step()
-    assert list(consumer.loading) == ["small"], "it is not overdue yet"
+    assert list(engine.consumer.loading) == ["small"], "it is not overdue yet"
     monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
     engine.add("new", [2] * 4)
-    add_ticket(engine, "tiny", 4)
-    consumer.claim("tiny")
-    consumer.finish_load("small")
-    while "big" not in consumer.loading:
+    add_claimed(engine, "tiny", 4)
+    engine.consumer.finish_load("small")
+    while "big" not in engine.consumer.loading:
         assert "new" not in engine.outputs
-        assert "tiny" not in consumer.loading
+        assert "tiny" not in engine.consumer.loading
         engine.step()
-    consumer.finish_load("big")
+    engine.consumer.finish_load("big")
     engine.run()
     assert engine.tokens("new") == expected([2] * 4, 4)
 
 
-def test_an_unannounced_grant_gives_way_before_a_running_request(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=8, enable_caching=False)
+def test_an_unannounced_grant_gives_way_before_a_running_request() -> None:
+    engine = decode_engine(num_blocks=8, enable_caching=False)
     engine.add("running", [1] * 4, max_tokens=24)
     engine.step()
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
+    add_claimed(engine, "a", 16)
     engine.step()
-    assert "a" in consumer.loading
-    while "a" in consumer.loading:
+    assert "a" in engine.consumer.loading
+    while "a" in engine.consumer.loading:
         engine.step()
     assert engine.scheduler.num_preemptions == 0
     engine.run()
     assert engine.scheduler.num_preemptions == 0
-    assert "a" in consumer.loading, "it gets them again when there is room"
-    consumer.finish_load("a")
+    assert "a" in engine.consumer.loading, "it gets them again when there is room"
+    engine.consumer.finish_load("a")
     engine.run()
     assert engine.tokens("a") == expected([ord("a")] * 16, 4)
 
 
-def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(
-    consumer: ScriptedConsumer, clock: Clock
-) -> None:
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=16, enable_caching=False)
+def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(clock: Clock) -> None:
+    engine = decode_engine(clock=clock, num_blocks=16, enable_caching=False)
     engine.add("running", [1] * 20, max_tokens=40)
     engine.step()
     engine.step()
-    add_ticket(engine, "big", 40)
-    consumer.claim("big")
+    add_claimed(engine, "big", 40)
     engine.step()
     clock.now_s += remote_prefill.OVERDUE_S / 2
-    add_ticket(engine, "small", 16)
-    consumer.claim("small")
+    add_claimed(engine, "small", 16)
     engine.step()
-    assert list(consumer.loading) == ["small"], "big does not fit"
+    assert list(engine.consumer.loading) == ["small"], "big does not fit"
     clock.now_s += remote_prefill.OVERDUE_S
     engine.add("new", [2] * 4)
-    while "small" in consumer.loading:
+    while "small" in engine.consumer.loading:
         engine.step()
     while "running" in engine.scheduler.requests:
         engine.step()
         assert "new" not in engine.outputs
-        assert not consumer.loading
+        assert not engine.consumer.loading
     engine.step()
-    assert next(iter(consumer.loading)) == "big"
+    assert next(iter(engine.consumer.loading)) == "big"
 
 
-def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(
-    consumer: ScriptedConsumer, clock: Clock
-) -> None:
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=8, enable_caching=False)
-    add_ticket(engine, "a", 24)
-    consumer.claim("a")
+def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(clock: Clock) -> None:
+    engine = decode_engine(clock=clock, num_blocks=8, enable_caching=False)
+    add_claimed(engine, "a", 24)
     clock.now_s += 5
     engine.add("local", [1] * 24)
     clock.now_s += 5
     engine.step()
-    assert "a" in consumer.loading
+    assert "a" in engine.consumer.loading
     assert not engine.scheduler.running
-    consumer.finish_load("a")
+    engine.consumer.finish_load("a")
     engine.run()
     assert engine.tokens("local") == expected([1] * 24, 4)
     engine.assert_idle()
 
 
-def test_a_local_request_that_came_before_the_claim_has_its_turn_before_it(
-    consumer: ScriptedConsumer, clock: Clock
-) -> None:
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=8, enable_caching=False)
+def test_a_local_request_that_came_before_the_claim_has_its_turn_before_it(clock: Clock) -> None:
+    engine = decode_engine(clock=clock, num_blocks=8, enable_caching=False)
     engine.add("local", [1] * 24)
     clock.now_s += 0.5
-    add_ticket(engine, "a", 24)
-    consumer.claim("a")
+    add_claimed(engine, "a", 24)
     clock.now_s += 5
     engine.step()
     assert [request.request_id for request in engine.scheduler.running] == ["local"]
-    assert not consumer.loading
+    assert not engine.consumer.loading
     engine.run()
-    assert "a" in consumer.loading
+    assert "a" in engine.consumer.loading
 
 
-def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(
-    consumer: ScriptedConsumer, clock: Clock
-) -> None:
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=8, enable_caching=False)
+def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(clock: Clock) -> None:
+    engine = decode_engine(clock=clock, num_blocks=8, enable_caching=False)
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
     for name, asked_time in (("b", clock.now_s + 1), ("a", clock.now_s), ("c", clock.now_s + 2)):
         add_ticket(engine, name, 24)
-        consumer.claim(name, asked_time)
+        engine.consumer.claim(name, asked_time)
     clock.now_s += 5
     engine.step()
     engine.scheduler.pause_state = PauseState.UNPAUSED
     order = []
     while engine.scheduler.requests:
         engine.step()
-        for name in list(consumer.loading):
+        for name in list(engine.consumer.loading):
             order.append(name)
-            consumer.finish_load(name)
+            engine.consumer.finish_load(name)
     assert order == ["a", "b", "c"]
 
 
-def lose_pull(consumer: ScriptedConsumer, **options: Any) -> tuple[Engine, EngineCoreOutput]:
+def lose_pull(**options: Any) -> tuple[Engine, EngineCoreOutput]:
     """Lose "a" of 16 tokens behind the 12th; return its output, which tells it."""
-    engine = Engine(consumer=consumer, **options)
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
+    engine = decode_engine(**options)
+    add_claimed(engine, "a", 16)
     engine.step()
-    consumer.confirm("a", 12)
-    consumer.lose("a")
+    engine.consumer.confirm("a", 12)
+    engine.consumer.lose("a")
     engine.step()
     (output,) = engine.outputs["a"]
     assert output.kv_lost is not None
     return engine, output
 
 
-def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine, output = lose_pull(consumer)
+def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt() -> None:
+    engine, output = lose_pull()
     assert output.kv_lost is not None
     assert output.kv_lost.num_confirmed_tokens == 12
     assert not output.finished
     assert engine.kv.num_blocks_of("a") == 4
-    consumer.loading.clear()  # nothing is being read
+    engine.consumer.loading.clear()  # nothing is being read
     engine.outputs.clear()
     prompt = [ord("a")] * 16
     first = expected(prompt, 1)
@@ -241,13 +210,11 @@ def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
 
 
 @pytest.mark.parametrize("options", [{"enable_caching": False}, {"windows": (None, 8)}])
-def test_d_tells_the_router_only_what_the_next_attempt_finds(
-    consumer: ScriptedConsumer, options: dict[str, Any]
-) -> None:
-    engine, output = lose_pull(consumer, **options)
+def test_d_tells_the_router_only_what_the_next_attempt_finds(options: dict[str, Any]) -> None:
+    engine, output = lose_pull(**options)
     assert output.kv_lost is not None
     told = output.kv_lost.num_confirmed_tokens
-    consumer.loading.clear()  # nothing is being read
+    engine.consumer.loading.clear()  # nothing is being read
     engine.outputs.clear()
     engine.add("a", [ord("a")] * 16, attempt=1)
     engine.run()
@@ -256,85 +223,77 @@ def test_d_tells_the_router_only_what_the_next_attempt_finds(
     assert told == 0
 
 
-def test_a_lost_claim_holds_up_nobody(
-    consumer: ScriptedConsumer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_claim_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would get no blocks, as P does not ask for them any more, but waits for the router."""
     monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
-    engine = Engine(consumer=consumer, num_blocks=16, enable_caching=False)
+    engine = decode_engine(num_blocks=16, enable_caching=False)
     engine.add("running", [1] * 30, max_tokens=30)
     engine.step()
-    add_ticket(engine, "lost", 40)
-    consumer.claim("lost")
+    add_claimed(engine, "lost", 40)
     engine.step()
-    consumer.lose("lost")
+    engine.consumer.lose("lost")
     engine.add("new", [2] * 4)
-    add_ticket(engine, "small", 4)
-    consumer.claim("small")
-    while "new" not in engine.outputs or "small" not in consumer.loading:
+    add_claimed(engine, "small", 4)
+    while "new" not in engine.outputs or "small" not in engine.consumer.loading:
         engine.step()
         assert "running" in engine.scheduler.requests, "no blocks have come back yet"
 
 
 def test_many_claims_that_wait_cost_a_step_little(
-    consumer: ScriptedConsumer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=16)
+    engine = decode_engine(clock=clock, num_blocks=16)
     engine.add("running", [1] * 40, max_tokens=20)
     for _ in range(4):
         engine.step()
     for i in range(100):
-        add_ticket(engine, f"{i}", 20)
-        consumer.claim(f"{i}")
+        add_claimed(engine, f"{i}", 20)
     lookups = []
     look_up = engine.kv.get_computed_blocks
     monkeypatch.setattr(
         engine.kv, "get_computed_blocks", lambda *args: (lookups.append(args), look_up(*args))[1]
     )
     engine.step()
-    assert not consumer.loading
+    assert not engine.consumer.loading
     assert len(lookups) == remote_prefill.MAX_SKIPPED
-    assert len(consumer.deferred) == 100
+    assert len(engine.consumer.deferred) == 100
 
 
-def test_p_hears_of_every_claim_that_has_to_wait(consumer: ScriptedConsumer, clock: Clock) -> None:
+def test_p_hears_of_every_claim_that_has_to_wait(clock: Clock) -> None:
     """Also of those behind one that is overdue."""
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=256, max_num_seqs=4)
+    engine = decode_engine(clock=clock, num_blocks=256, max_num_seqs=4)
     for name in "wxyz":
         engine.add(name, [1] * 4, max_tokens=100)
     engine.step()
     names = [f"{number}" for number in range(20)]
     for name in names:
-        add_ticket(engine, name, 4)
-        consumer.claim(name)
+        add_claimed(engine, name, 4)
         clock.now_s += 2 * remote_prefill.OVERDUE_S
         engine.step()
-    assert not consumer.loading
-    assert consumer.deferred == names
+    assert not engine.consumer.loading
+    assert engine.consumer.deferred == names
 
 
-def test_p_hears_of_claims_that_wait_for_a_preempted_request(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=16, enable_caching=False)
+def test_p_hears_of_claims_that_wait_for_a_preempted_request() -> None:
+    engine = decode_engine(num_blocks=16, enable_caching=False)
     for name in "xy":
         engine.add(name, [1] * 8, max_tokens=40)
     for _ in range(50):
         engine.step()
         if engine.scheduler.places.num_preempted:
             break
-    add_ticket(engine, "a", 4)
-    consumer.claim("a")
+    add_claimed(engine, "a", 4)
     engine.step()
     assert engine.scheduler.places.num_preempted == 1
-    assert consumer.deferred == ["a"]
+    assert engine.consumer.deferred == ["a"]
 
 
-def test_a_paused_worker_grants_nothing(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer)
+def test_a_paused_worker_grants_nothing() -> None:
+    engine = decode_engine()
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
-    add_ticket(engine, "a", 16)
-    consumer.claim("a")
+    add_claimed(engine, "a", 16)
     engine.step()
-    assert not consumer.loading
+    assert not engine.consumer.loading
     engine.scheduler.pause_state = PauseState.UNPAUSED
     engine.step()
-    assert "a" in consumer.loading
+    assert "a" in engine.consumer.loading

@@ -16,6 +16,7 @@ from support.scripted_engine import (
     ON_D,
     Engine,
     ScriptedConsumer,
+    decode_engine,
     expected,
 )
 
@@ -77,10 +78,9 @@ def test_every_status_is_reached_from_where_it_may_be(
     transitions: set[tuple[S | None, S]],
 ) -> None:
     tight_engine().run()
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    pulled(engine, consumer, "pulled", is_lost=False)
-    pulled(engine, consumer, "lost", is_lost=True)
+    engine = decode_engine()
+    pulled(engine, engine.consumer, "pulled", is_lost=False)
+    pulled(engine, engine.consumer, "lost", is_lost=True)
     whole = expected([1, 2], 3)
     engine.add("stopped", [1, 2], sampling_params=SamplingParams(stop_token_ids=(whole[1],)))
     loop = RepetitionDetectionParams(max_pattern_size=1)
@@ -118,10 +118,9 @@ def test_events_come_with_the_next_output_and_once() -> None:
 
 
 def test_a_pull_has_events_of_its_own() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
-    pulled(engine, consumer, "pulled", is_lost=False)
-    pulled(engine, consumer, "lost", is_lost=True)
+    engine = decode_engine()
+    pulled(engine, engine.consumer, "pulled", is_lost=False)
+    pulled(engine, engine.consumer, "lost", is_lost=True)
     accepted, lost = events(engine, "pulled"), events(engine, "lost")
     assert accepted[0] == lost[0] == E.QUEUED
     assert accepted.index(E.KV_ACCEPTED) < accepted.index(E.SCHEDULED)

@@ -18,8 +18,8 @@ from support.scripted_engine import (
     ON_D,
     ON_P,
     Engine,
-    ScriptedConsumer,
     ScriptedProducer,
+    decode_engine,
     expected,
     num_requests_alive,
 )
@@ -198,17 +198,16 @@ def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:
 def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_first(
     prompt_len: int,
 ) -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer)
+    engine = decode_engine()
     prompt = list(range(prompt_len))
     engine.add("a", prompt, max_tokens=6, kv_transfer_params=ON_D)
     engine.step()
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
     engine.step()
-    assert consumer.loading["a"][1] == prompt_len
+    assert engine.consumer.loading["a"][1] == prompt_len
     assert not engine.core.has_work()
-    consumer.finish_load("a")
+    engine.consumer.finish_load("a")
     engine.step()
     engine.run()
     assert engine.tokens("a") == expected(prompt, 6)

@@ -11,7 +11,7 @@ from support.scripted_engine import (
     BLOCK_SIZE,
     ON_D,
     Engine,
-    ScriptedConsumer,
+    decode_engine,
     expected,
     num_requests_alive,
 )
@@ -95,13 +95,12 @@ def test_v0_mode_computes_whole_prompts_apart_from_decodes() -> None:
 
 
 def test_v0_mode_decodes_what_was_pulled() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer, scheduling_mode="v0", max_num_batched_tokens=32)
+    engine = decode_engine(scheduling_mode="v0", max_num_batched_tokens=32)
     engine.add("pulled", [5] * 10, kv_transfer_params=ON_D)
     engine.add("local", [6] * 10)
-    consumer.claim("pulled")
+    engine.consumer.claim("pulled")
     engine.step()
-    consumer.finish_load("pulled")
+    engine.consumer.finish_load("pulled")
     engine.run()
     assert engine.tokens("pulled") == expected([5] * 10, 4)
     assert engine.tokens("local") == expected([6] * 10, 4)

@@ -12,7 +12,7 @@ from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.core.seats import Outlook, Seats
 from support.clock import Clock
-from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, expected
+from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, decode_engine, expected
 
 NUM_SEATS = 16
 NUM_REQUESTS = 300
@@ -117,11 +117,6 @@ def test_who_has_a_first_token_soon_has_a_seat_and_seats_do_not_stay_empty(
     assert greedy.num_steps / outcome.num_steps >= (0.97 if load.is_steady else 0.9)
 
 
-@pytest.fixture
-def consumer() -> ScriptedConsumer:
-    return ScriptedConsumer()
-
-
 def add_ticket(engine: Engine, name: str, **fields: object) -> None:
     engine.add(name, [ord(name[0])] * 8, kv_transfer_params=ON_D, **fields)
 
@@ -130,44 +125,42 @@ def running(engine: Engine) -> set[str]:
     return {request.request_id for request in engine.scheduler.running}
 
 
-def test_a_claim_waits_for_a_seat_although_there_are_blocks(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
+def test_a_claim_waits_for_a_seat_although_there_are_blocks() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.add("y", [2] * 4, max_tokens=12)
     engine.step()
     for name in ("a", "b"):
         add_ticket(engine, name)
-        consumer.claim(name)
+        engine.consumer.claim(name)
     engine.step()
-    assert consumer.deferred == ["a", "b"]
+    assert engine.consumer.deferred == ["a", "b"]
     while "x" in engine.scheduler.requests:
-        assert not consumer.loading
+        assert not engine.consumer.loading
         engine.step()
     engine.step()
-    assert list(consumer.loading) == ["a"]
-    consumer.finish_load("a")
+    assert list(engine.consumer.loading) == ["a"]
+    engine.consumer.finish_load("a")
     engine.run()
-    consumer.finish_load("b")
+    engine.consumer.finish_load("b")
     engine.run()
     assert engine.tokens("b") == expected([ord("b")] * 8, 4)
     engine.assert_idle()
 
 
-def test_a_local_request_leaves_the_seat_that_a_pull_was_promised(
-    consumer: ScriptedConsumer,
-) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
+def test_a_local_request_leaves_the_seat_that_a_pull_was_promised() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=20)
     engine.step()
     add_ticket(engine, "a", max_tokens=6)
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    assert "a" in consumer.loading
+    assert "a" in engine.consumer.loading
     engine.add("local", [2] * 4)
     for _ in range(3):
         engine.step()
     assert running(engine) == {"x"}
-    consumer.finish_load("a")
+    engine.consumer.finish_load("a")
     engine.step()
     assert running(engine) == {"x", "a"}
     engine.run()
@@ -175,55 +168,55 @@ def test_a_local_request_leaves_the_seat_that_a_pull_was_promised(
     engine.assert_idle()
 
 
-def test_a_request_that_was_sent_again_takes_the_next_seat(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
+def test_a_request_that_was_sent_again_takes_the_next_seat() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=1)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.step()
     engine.add("again", [2] * 4, max_tokens=6, attempt=1, resume_output_token_ids=(7,))
     add_ticket(engine, "a")
-    consumer.claim("a")
+    engine.consumer.claim("a")
     while "x" in engine.scheduler.requests:
         engine.step()
     while "again" in engine.scheduler.requests:
         engine.step()
         assert running(engine) <= {"again"}
     engine.step()
-    assert "a" in consumer.loading
+    assert "a" in engine.consumer.loading
 
 
-def test_forks_need_seats_as_well(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=4)
+def test_forks_need_seats_as_well() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=4)
     add_ticket(engine, "a", max_tokens=12)
     for name in ("f", "g", "h"):
         engine.add(name, [ord("a")] * 8, max_tokens=12, fork_of="a")
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    assert list(consumer.loading) == ["a"]
+    assert list(engine.consumer.loading) == ["a"]
     add_ticket(engine, "b")
-    consumer.claim("b")
+    engine.consumer.claim("b")
     engine.step()
-    assert list(consumer.loading) == ["a"], "the other seats are its forks'"
-    consumer.finish_load("a")
-    while "b" not in consumer.loading:
+    assert list(engine.consumer.loading) == ["a"], "the other seats are its forks'"
+    engine.consumer.finish_load("a")
+    while "b" not in engine.consumer.loading:
         engine.step()
         assert running(engine) == {"a", "f", "g", "h"} or len(running(engine)) < 4
-    consumer.finish_load("b")
+    engine.consumer.finish_load("b")
     engine.run()
     engine.assert_idle()
 
 
-def test_what_has_landed_needs_a_seat_now_and_so_do_its_forks(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64)
+def test_what_has_landed_needs_a_seat_now_and_so_do_its_forks() -> None:
+    engine = decode_engine(num_blocks=64)
     add_ticket(engine, "a")
     for name in ("f", "g"):
         engine.add(name, [ord("a")] * 8, fork_of="a")
     engine.add("probe", [7] * 4, max_tokens=2, priority=PROBE_PRIORITY, kv_transfer_params=ON_D)
     for name in ("a", "probe"):
-        consumer.claim(name)
+        engine.consumer.claim(name)
     engine.step()
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
     for name in ("a", "probe"):
-        consumer.land_all(name)
+        engine.consumer.land_all(name)
     engine.step()
     assert len(engine.scheduler.places.kv_ready) == 2
     seats = engine.scheduler.places.seats
@@ -242,39 +235,37 @@ def test_answers_are_expected_to_end_early_if_some_have(ends_early: bool) -> Non
     assert (engine.scheduler.places.seats.look_ahead().early_ends > 0) is ends_early
 
 
-def test_a_pull_is_expected_when_the_one_before_it_took_so_long(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
+def test_a_pull_is_expected_when_the_one_before_it_took_so_long() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=40)
     for name in ("a", "b"):
         add_ticket(engine, name, max_tokens=2)
-        consumer.claim(name)
+        engine.consumer.claim(name)
         expected_in = []
         for _ in range(5):
             engine.step()
             expected_in += engine.scheduler.places.seats.look_ahead().arrivals
-        consumer.finish_load(name)
+        engine.consumer.finish_load(name)
         engine.step()
     assert expected_in == [4, 3, 2, 1, 0]
 
 
-def test_a_pull_that_is_lost_gives_its_seat_up(consumer: ScriptedConsumer) -> None:
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
+def test_a_pull_that_is_lost_gives_its_seat_up() -> None:
+    engine = decode_engine(num_blocks=64, max_num_seqs=1)
     add_ticket(engine, "a")
-    consumer.claim("a")
+    engine.consumer.claim("a")
     engine.step()
-    consumer.lose("a")
+    engine.consumer.lose("a")
     add_ticket(engine, "b")
-    consumer.claim("b")
+    engine.consumer.claim("b")
     engine.step()
-    assert "b" in consumer.loading
+    assert "b" in engine.consumer.loading
 
 
 @pytest.mark.parametrize("others_are_local", [True, False])
-def test_under_a_stream_of_others_nobody_starves(
-    consumer: ScriptedConsumer, clock: Clock, others_are_local: bool
-) -> None:
+def test_under_a_stream_of_others_nobody_starves(clock: Clock, others_are_local: bool) -> None:
     """Each second two more come than there are seats, in one way; one comes in the other way."""
-    engine = Engine(clock=clock, consumer=consumer, num_blocks=64, max_num_seqs=2)
+    engine = decode_engine(clock=clock, num_blocks=64, max_num_seqs=2)
     numbers = itertools.count()
 
     def come(is_local: bool) -> str:
@@ -283,7 +274,7 @@ def test_under_a_stream_of_others_nobody_starves(
             engine.add(name, [3] * 4, max_tokens=8)
         else:
             add_ticket(engine, name, max_tokens=8)
-            consumer.claim(name)
+            engine.consumer.claim(name)
         return name
 
     for _ in range(4):
@@ -296,8 +287,8 @@ def test_under_a_stream_of_others_nobody_starves(
         clock.now_s += 0.3
         for _ in range(4):
             engine.step()
-            for pulled in list(consumer.loading):
-                consumer.finish_load(pulled)
+            for pulled in list(engine.consumer.loading):
+                engine.consumer.finish_load(pulled)
         if name not in engine.scheduler.requests:
             return
     raise AssertionError(f"{name} starves")

@@ -11,7 +11,7 @@ from pdserve_common.errors import InvalidRequestError, RequestFailedError
 from pdserve_common.validation import validate_request_id
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
 from pdserve_engine.request.sched_output import SchedulerOutput
-from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, decode_engine, expected
 
 
 def fail_on(engine: Engine, *poisonous: str) -> None:
@@ -92,17 +92,16 @@ def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> 
 
 
 def test_a_probe_that_waits_for_a_block_decides_when_there_is_one() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
+    engine = decode_engine(num_blocks=64, max_num_seqs=1)
     engine.scheduler.places.seats.may_grant = lambda *_: True  # more than there are seats
     engine.add("local", [1] * 4, max_tokens=30, attempt=1)  # which need not leave them its own
     pulls = [f"d{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
     for name in pulls:
         engine.add(name, [int(name[1:])] * 3, kv_transfer_params=ON_D)
-        consumer.claim(name)
+        engine.consumer.claim(name)
     engine.step()
     for name in pulls:
-        consumer.land_all(name)
+        engine.consumer.land_all(name)
     engine.step()
     engine.core.abort_requests(["local"])
     engine.pool.get_new_blocks(engine.pool.num_free_blocks - len(pulls))  # READs hang in them
@@ -178,17 +177,16 @@ def test_nothing_is_computed_behind_a_failed_step() -> None:
 
 
 def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer, max_num_seqs=2, enable_caching=False, num_blocks=12)
+    engine = decode_engine(max_num_seqs=2, enable_caching=False, num_blocks=12)
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 6, max_tokens=20)
     for name in ("d1", "d2"):
         engine.add(name, [ord(name[1])] * 10, max_tokens=12, kv_transfer_params=ON_D)
-        consumer.claim(name)
+        engine.consumer.claim(name)
     engine.step()
     engine.step()
-    for name in list(consumer.loading):
-        consumer.finish_load(name)
+    for name in list(engine.consumer.loading):
+        engine.consumer.finish_load(name)
     num_failures = 0
 
     def fail_twice(step: SchedulerOutput) -> None:
@@ -201,19 +199,18 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
     while engine.scheduler.has_requests():
         engine.step()
         assert len(engine.scheduler.running) <= 2
-        for name in list(consumer.loading):
-            consumer.finish_load(name)
+        for name in list(engine.consumer.loading):
+            engine.consumer.finish_load(name)
     assert num_failures == 2
     for name in ("a", "b"):
         assert engine.tokens(name) == expected([ord(name)] * 6, 20)
 
 
 def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
-    consumer = ScriptedConsumer()
-    engine = Engine(consumer=consumer, max_num_seqs=2, kv_watermark=0.5, num_blocks=16)
+    engine = decode_engine(max_num_seqs=2, kv_watermark=0.5, num_blocks=16)
     for name in ("d1", "d2"):
         engine.add(name, [ord(name[1])] * 4, max_tokens=8, kv_transfer_params=ON_D)
-        consumer.claim(name)
+        engine.consumer.claim(name)
     engine.step()
     # Sent again: they need not leave the seats to those that have been promised them.
     for name in ("a", "b"):
@@ -223,7 +220,7 @@ def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
     ):
         engine.step()
     for name in ("d1", "d2"):
-        consumer.finish_load(name)
+        engine.consumer.finish_load(name)
     assert fail_in_flight(engine) == {"a", "b"}
     assert fail_in_flight(engine) == {"d1", "d2"}
     assert len(engine.scheduler.places.suspects) == 4

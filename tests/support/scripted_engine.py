@@ -5,6 +5,7 @@ stand-in connectors for both roles: the test says when KV arrives.
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 from pdserve_common.block_hash import ROOT_HASH, truncated_hashes
 from pdserve_common.engine_types import (
@@ -531,3 +532,8 @@ class ScriptedConsumer(ScriptedPort):
 
 ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d")
 ON_D = KVTransferParams(do_remote_prefill=True, remote_engine_id="p")
+
+
+def decode_engine(**options: Any) -> Engine:
+    """Return a D whose P and transport do what the test says. Options are Engine's."""
+    return Engine(consumer=ScriptedConsumer(), **options)
