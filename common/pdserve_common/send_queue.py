@@ -44,8 +44,9 @@ class SendQueue(Generic[MessageT]):
             self._closed.set()
             self._messages.put_nowait(None)
 
-    def finish(self) -> None:
+    def finish(self, reason: str = "") -> None:
         """End behind what is queued."""
+        self.closed_because = self.closed_because or reason
         self._messages.put_nowait(None)
 
     async def get(self) -> MessageT | None:

@@ -177,7 +177,7 @@ def test_a_process_is_ended_whose_start_a_signal_disturbs(monkeypatch: pytest.Mo
     assert was_killed
 
 
-MARK = r"^((@|    |needs_it.*|)pytest\.mark\.gpu\b|pytestmark = ON_GPU_OR_INTERPRETED$)"
+MARK = r"^((@|    |needs_it.*|)pytest\.mark\.gpu\b|pytestmark = \[?\*?ON_GPU_OR_INTERPRETED\b)"
 
 
 def test_every_file_with_tests_for_gpus_is_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pdserve_common.defects import DEFECTS, watch_event_loop
 from pdserve_engine.kv_transfer.exporting import ExportingConnector
 from pdserve_engine.kv_transfer.links import LinkTable
-from pdserve_engine.kv_transfer.ports import PullLost, StartAllowed
+from pdserve_engine.kv_transfer.ports import BlocksClaimed, PullLost, StartAllowed
 from pdserve_engine.kv_transfer.pulling import PullingConnector
 from pdserve_engine.request.request import RequestStatus
 from pdserve_worker import kv_link_client, kv_link_service
@@ -31,11 +31,13 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(pair: Pair) -> AsyncIterator[int]:
+async def serving(
+    pair: Pair, servicer: kv_link_service.KvTransferServicer | None = None
+) -> AsyncIterator[int]:
     """Carry the links of a pair, and give P's port."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    servicer = kv_link_service.KvTransferServicer(pair.p)
+    servicer = servicer or kv_link_service.KvTransferServicer(pair.p)
     servicer.add_to_server(server)
     await server.start()
     pool = kv_link_client.KVLinkPool(pair.d)
@@ -94,6 +96,23 @@ async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(
     defect = "a defect costs the KvLink of d0: AssertionError('a defect')"
     await until(lambda: defect in caplog.messages)
     assert "link 1 to d0 ended: failed: see the log" in caplog.messages
+
+
+async def test_what_p_has_said_before_it_stops_reaches_d() -> None:
+    """As that a session is over, which ends the drain that P waited for."""
+    pair = Pair("local")
+    servicer = kv_link_service.KvTransferServicer(pair.p)
+    async with serving(pair, servicer) as port:
+        pair.d.dial("p0", "127.0.0.1", port)
+        await until(lambda: value(pair.d_metrics.links) == 1)
+        names = [f"r{number}" for number in range(5)]
+        for name in names:
+            pair.ticket(name)
+            pair.ask(name)
+        await servicer.close()
+        await until(lambda: value(pair.d_metrics.links) == 0)
+        claimed = [e for e in pair.take_d_events() if isinstance(e, BlocksClaimed)]
+        assert [event.request.request_id for event in claimed] == names
 
 
 @pytest.mark.parametrize("side", ["p", "d"])

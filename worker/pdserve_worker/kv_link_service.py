@@ -42,11 +42,13 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         kv_grpc.add_KvTransferServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
-        """End every link; sessions end with them."""
+        """End every link behind what is to be sent, so that D hears of each session that is over;
+        those that are not end with their links.
+        """
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         for outgoing in list(self._links):
-            outgoing.close("shutdown")
+            outgoing.finish("shutdown")
 
     async def KvLink(
         self,
