@@ -78,19 +78,28 @@ def test_the_longest_step_counts() -> None:
     assert world.bound_s(work=1000) == 20.0
 
 
-def test_of_ranks_a_step_of_a_known_size_is_hung_sooner() -> None:
-    """Also beside longer ones of other sizes, and only then."""
+def test_of_ranks_a_step_is_hung_sooner_once_steps_are_known() -> None:
+    """Also beside longer ones that were larger."""
     world = World(known_bound_s=KNOWN_BOUND_S)
     world.run(work=64_000, seconds=3.0)
-    for _ in range(NUM_KNOWN_STEPS):
+    for _ in range(NUM_KNOWN_STEPS - 1):
         assert world.bound_s(work=1000) == 30.0
         world.run(work=1000, seconds=0.01)
-    assert world.bound_s(work=1000) == KNOWN_BOUND_S
+    assert world.bound_s(work=1000) == world.bound_s(work=500) == KNOWN_BOUND_S
     assert world.bound_s(work=64_000) == 30.0
     world.run(work=1000, seconds=1.0)
     assert world.bound_s(work=1000) == 10.0
     world.watch.forget()
     assert world.bound_s(work=1000) == TIMEOUT_S
+
+
+def test_of_ranks_the_bound_grows_with_a_size_that_was_not_seen() -> None:
+    world = World(known_bound_s=KNOWN_BOUND_S)
+    for number in range(NUM_KNOWN_STEPS):
+        world.run(work=1000 + number % 2 * 1000, seconds=0.5)
+    assert world.bound_s(work=2000) == 5.0
+    assert world.bound_s(work=4000) == 10.0
+    assert world.bound_s(work=16_000) == 40.0
 
 
 def test_what_is_no_step_has_the_whole_timeout() -> None:

@@ -11,9 +11,9 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 MIN_BOUND_S = 10.0
 # A step that is the first to need a kernel waits for Triton to compile it.
 MIN_CUDA_BOUND_S = 60.0
-# Of ranks, of which one that is stopped holds up all, where steps of a size are known.
+# Of ranks, of which one that is stopped holds up all, once steps are known: the weights are in memory.
 KNOWN_BOUND_S = 4.0
-# So many steps of a size make it known; sizes are powers of two.
+# So many steps make steps known, of any sizes.
 NUM_KNOWN_STEPS = 64
 # A step may take this many times what the longest one lets expect.
 MARGIN = 10.0
@@ -61,7 +61,7 @@ class StepWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s` bounds any step, and is the bound while nothing is known of any;
-        `known_bound_s` is instead of `min_bound_s` for steps whose size is known.
+        `known_bound_s` is instead of `min_bound_s` once steps are known.
         """
         self._known_bound_s = known_bound_s
         self._timeout_s = timeout_s
@@ -78,8 +78,9 @@ class StepWatch:
         """Steps may take longer from now on: memory was given back."""
         # The longest step so far: its work and how long it took.
         self._longest: tuple[int, float] | None = None
-        # By size: how many steps there were, and how long the longest took.
-        self._sizes: dict[int, tuple[int, float]] = {}
+        # By size, a power of two, how long the longest step took.
+        self._sizes: dict[int, float] = {}
+        self._num_steps = 0
 
     def overrun(self, running: RunningStep | None) -> float | None:
         """Return the bound (seconds) that the step under way has overrun, or None."""
@@ -96,12 +97,12 @@ class StepWatch:
     def learn(self, work: int, duration_s: float) -> None:
         """A step is over. Steps during which the process was stopped teach nothing."""
         self._look()
-        is_longest = self._longest is None or duration_s > self._longest[1]
-        if work and is_longest and not self._has_overslept:
-            self._longest = work, duration_s
         if work and not self._has_overslept:
-            count, longest_s = self._sizes.get(work.bit_length(), (0, 0.0))
-            self._sizes[work.bit_length()] = count + 1, max(longest_s, duration_s)
+            if self._longest is None or duration_s > self._longest[1]:
+                self._longest = work, duration_s
+            size = work.bit_length()
+            self._sizes[size] = max(self._sizes.get(size, 0.0), duration_s)
+            self._num_steps += 1
         self._has_overslept = False
 
     def _look(self) -> None:
@@ -110,11 +111,17 @@ class StepWatch:
     def _bound_s(self, work: int | None) -> float:
         if work is None or self._longest is None:
             return self._timeout_s
-        size = work.bit_length()
-        if self._known_bound_s is not None and self._sizes.get(size, (0,))[0] >= NUM_KNOWN_STEPS:
-            # Smaller ones, too: what a machine does to one it may do to the next.
-            longest_s = max(each for known, (_, each) in self._sizes.items() if known <= size)
-            return min(self._timeout_s, max(self._known_bound_s, MARGIN * longest_s))
-        known_work, duration_s = self._longest
-        expected_s = duration_s * max(1.0, work / known_work)
-        return min(self._timeout_s, max(self._min_bound_s, MARGIN * expected_s))
+        if self._known_bound_s is not None and self._num_steps >= NUM_KNOWN_STEPS:
+            bound_s = max(self._known_bound_s, MARGIN * self._expected_s(work.bit_length()))
+        else:
+            known_work, duration_s = self._longest
+            expected_s = duration_s * max(1.0, work / known_work)
+            bound_s = max(self._min_bound_s, MARGIN * expected_s)
+        return min(self._timeout_s, bound_s)
+
+    def _expected_s(self, size: int) -> float:
+        """Return what the longest of steps that were no larger lets expect of one of a size."""
+        smaller = [known for known in self._sizes if known <= size] or [min(self._sizes)]
+        # What a machine did to one of them it may do to the next.
+        longest_s = max(self._sizes[known] for known in smaller)
+        return longest_s * 2.0 ** max(0, size - max(smaller))
