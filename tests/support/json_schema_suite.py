@@ -5,9 +5,7 @@ many of its valid instances their grammars allow, by keyword.
 its folder, or an archive of it.
 """
 
-import copy
 import json
-import re
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +24,8 @@ from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.schemas import dump
 
 DRAFTS = ("draft2020-12", "draft7")
-# A schema without `type` speaks of values of all types. It is refused, and served with their list.
-ALL_TYPES = ["null", "boolean", "number", "string", "array", "object"]
-_LACKS_TYPE = re.compile(r": \S+ at (the root|/\S*) is not enforced without type")
 _WAIT_S = 600.0
-_COUNTS = ("schemas", "as_is", "with_types", "valid", "allowed")
+_COUNTS = ("schemas", "served", "valid", "allowed")
 
 Keyword = str
 Counts = dict[str, int]
@@ -49,9 +44,8 @@ class Group:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one draft. `as_is` counts schemas that are accepted as they stand, `with_types` these and
-    those that are with `type` wherever the refusal says that it lacks, `allowed` the valid
-    instances of all these that their grammars allow; `schemas` and `valid` are what there is.
+    """Of one draft. `served` counts schemas that are accepted, `allowed` the valid instances of
+    these that their grammars allow; `schemas` and `valid` are what there is.
     """
 
     counts: dict[Keyword, Counts] = field(default_factory=dict)
@@ -102,11 +96,11 @@ class Suite:
             counts["schemas"] += 1
             counts["valid"] += sum(is_valid for _, is_valid in group.tests)
             try:
-                grammar, is_as_it_was = self._compile(group.schema)
+                params = StructuredOutputsParams(json_schema=json.dumps(group.schema))
+                grammar = self._compiler.compile(params).result(_WAIT_S)
             except InvalidRequestError:
                 continue
-            counts["as_is"] += is_as_it_was
-            counts["with_types"] += 1
+            counts["served"] += 1
             for value, is_valid in group.tests:
                 is_allowed = any(self._allows(grammar, text) for text in _spellings(value))
                 counts["allowed"] += is_allowed and is_valid
@@ -114,19 +108,6 @@ class Suite:
                     about = f"{group.description}: {json.dumps(group.schema)}"
                     outcome.wrong.append((group.keyword, f"{about} allows {json.dumps(value)}"))
         return outcome
-
-    def _compile(self, schema: Any) -> tuple[CompiledGrammar, bool]:
-        """Return its grammar, and whether nothing had to be added. Raises InvalidRequestError."""
-        typed = copy.deepcopy(schema)
-        while True:
-            try:
-                params = StructuredOutputsParams(json_schema=json.dumps(typed))
-                return self._compiler.compile(params).result(_WAIT_S), typed == schema
-            except InvalidRequestError as error:
-                lacks = _LACKS_TYPE.search(error.message)
-                if lacks is None:
-                    raise
-                _at(typed, lacks[1].removeprefix("the root"))["type"] = ALL_TYPES
 
     def _allows(self, grammar: CompiledGrammar, text: str) -> bool:
         """Whether each token is among those of the mask, and an end is at last."""
@@ -141,13 +122,6 @@ class Suite:
         return bool(self._bitmask[token_id // 32] >> token_id % 32 & 1)
 
 
-def _at(document: Any, pointer: str) -> Any:
-    for token in pointer.split("/")[1:]:
-        key = token.replace("~1", "/").replace("~0", "~")
-        document = document[int(key) if isinstance(document, list) else key]
-    return document
-
-
 def _spellings(value: Any) -> set[str]:
     """JSON texts of a value, with escapes and without, with exponents and without."""
     texts = {
@@ -157,7 +131,7 @@ def _spellings(value: Any) -> set[str]:
     return texts | ({plain} if json.loads(plain := dump(value)) == value else set())
 
 
-KEPT = ("as_is", "with_types", "allowed")
+KEPT = ("served", "allowed")
 
 
 def print_counts(outcomes: Mapping[str, Outcome]) -> None:
@@ -167,7 +141,7 @@ def print_counts(outcomes: Mapping[str, Outcome]) -> None:
         rows = [
             f"    {json.dumps(keyword)}: {json.dumps([counts[name] for name in KEPT])}"
             for keyword, counts in outcome.counts.items()
-            if counts["with_types"]
+            if counts["served"]
         ]
         drafts.append(f"  {json.dumps(draft)}: {{\n" + ",\n".join(rows) + "\n  }")
     print("{\n" + ",\n".join(drafts) + "\n}")

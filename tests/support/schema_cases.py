@@ -77,6 +77,12 @@ CASES = [
         ["ab", 3, -7],
         ["a", 4, None],
     ),
+    # A node without a type has those of its keywords.
+    Case("type", {"minLength": 2}, ["ab"], ["a"], [None, 1, [], {}]),
+    Case("type", {"minimum": 3}, [3, 3.5], [2], [None, "a", [], {}]),
+    Case("type", {"multipleOf": 2}, [4], [3], [None, "a", [], {}]),
+    Case("type", {"properties": {"a": INTEGER}, "required": ["a"]}, [{"a": 1}], [{}], [[], 1]),
+    Case("type", {"minLength": 2, "maxItems": 1}, ["ab", [1]], ["a", [1, 2]], [None, 1, {}]),
     # enum and const
     Case(
         "enum",
@@ -643,33 +649,7 @@ REFUSALS = [
         }.items()
     ),
     Refusal("$id", properties(a=INTEGER | {"$id": "https://example.com/a"}), "/properties/a"),
-    # Keywords without a type, or with another one.
-    *(
-        Refusal(keyword, {keyword: value})
-        for keyword, value in {
-            "minimum": 1,
-            "maximum": 1,
-            "exclusiveMinimum": 1,
-            "exclusiveMaximum": 1,
-            "multipleOf": 2,
-            "minLength": 2,
-            "maxLength": 2,
-            "pattern": "a",
-            "format": "date",
-            "items": {},
-            "prefixItems": [{}],
-            "minItems": 1,
-            "maxItems": 1,
-            "uniqueItems": True,
-            "properties": {"a": {}},
-            "required": ["a"],
-            "additionalProperties": False,
-            "patternProperties": {"a": {}},
-            "propertyNames": {"maxLength": 1},
-            "minProperties": 1,
-            "maxProperties": 1,
-        }.items()
-    ),
+    # Keywords of another type.
     Refusal("minLength", INTEGER | {"minLength": 1}),
     Refusal("minimum", STRING | {"minimum": 1}),
     Refusal("items", OBJECT | {"items": {}}),

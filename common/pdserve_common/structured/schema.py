@@ -111,9 +111,10 @@ def _check_alone(node: Node, keyword: str, keywords: Collection[str]) -> None:
             node.refuse(other, f"is not enforced beside {keyword}")
 
 
-def _types(node: Node) -> list[str]:
-    """Of a node without a type: all."""
-    value = node.schema.get("type", [*_KEYWORDS])
+def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
+    """Of a node without a type: those that its keywords speak of, or all."""
+    implied = [type_ for type_, known in _KEYWORDS.items() if known.intersection(keywords)]
+    value = node.schema.get("type", implied or [*_KEYWORDS])
     types = value if isinstance(value, list) else [value]
     for type_ in types:
         if not isinstance(type_, str) or type_ not in _KEYWORDS:
@@ -124,11 +125,7 @@ def _types(node: Node) -> list[str]:
 
 
 def _read_typed(node: Node, keywords: Sequence[str]) -> Written:
-    for keyword in keywords:
-        if keyword != "type" and "type" not in node.schema:
-            able = [type_ for type_, known in _KEYWORDS.items() if keyword in known]
-            node.refuse(keyword, f"is not enforced without type, such as {able[0]}")
-    types = _types(node)
+    types = _types(node, keywords)
     for keyword in keywords:
         if keyword != "type" and not any(keyword in _KEYWORDS[type_] for type_ in types):
             node.refuse(keyword, f"is not enforced for type {' or '.join(types)}")
