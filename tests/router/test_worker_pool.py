@@ -22,6 +22,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import candidates, circuit_breaker
 from pdserve_router.workers.cells import Cell
+from pdserve_router.workers.duplicates import Duplicates
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -570,3 +571,18 @@ async def test_readiness_needs_a_pair_that_requests_can_take(start) -> None:
         assert not stage.pool.is_ready
         with pytest.raises(NoWorkerError):
             stage.route()
+
+
+async def test_a_worker_that_a_defect_kept_from_leaving_leaves_the_next_time(
+    start, monkeypatch
+) -> None:
+    async with start(0, 3) as stage:
+        lost, later, _ = stage.pool.decode
+        with monkeypatch.context() as patch:
+            patch.setattr(Duplicates, "update", lambda *args, **fields: 1 / 0)
+            await stage.decode[0].stop()
+            await until(lambda: lost.state is WorkerState.DOWN)
+            assert stage.metric("pdserve_workers", role="decode", state="ready") == 3
+        await stage.decode[1].stop()
+        await until(lambda: later.state is WorkerState.DOWN)
+        assert stage.metric("pdserve_workers", role="decode", state="ready") == 1

@@ -117,6 +117,8 @@ class WorkerPool:
         self._gone_since: dict[WorkerClient, float] = {}
         # Listed ones that keep failing.
         self._failing: dict[WorkerClient, None] = {}
+        # Workers that have changed since they were last taken as they are.
+        self._changed: dict[WorkerClient, None] = {}
         self._states = WorkerStates(metrics)
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
@@ -458,10 +460,12 @@ class WorkerPool:
 
     def _refresh(self, changed: Iterable[WorkerClient]) -> None:
         """Take the workers that have changed as they are now; what it costs depends on them and on
-        whom they work with, not on how many there are.
+        whom they work with, not on how many there are. Those that a defect keeps from it are taken
+        the next time.
         """
         is_serving = bool(self._weights.name)
-        touched = dict.fromkeys(changed)
+        self._changed.update(dict.fromkeys(changed))
+        touched = self._changed.copy()
         for worker in tuple(touched):
             touched.update(dict.fromkeys(self._duplicates.update(worker, keeps_owners=is_serving)))
         for worker in touched:
@@ -478,6 +482,7 @@ class WorkerPool:
         is_able = bool(self._available())
         self._was_ready = is_able and (self._was_ready or self.is_ready)
         self._states.show(self._failing)
+        self._changed.clear()
         for adapter in self.limits.adapters if self.limits is not None else ():
             self._metrics.lora.requests.begin(adapter.name)
 
