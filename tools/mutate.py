@@ -105,6 +105,7 @@ AREAS = {
         ),
         (
             "kv_transfer/**/test_*.py",
+            "common/test_wire.py",
             "engine/test_fencing.py",
             "engine/test_handoff_engines.py",
             "engine/test_remote_*.py",
@@ -128,7 +129,6 @@ AREAS = {
                     "http_*",
                     "large_messages",
                     "openai_*",
-                    "pictures",
                     "processes",
                     "responses",
                     "slow_clients",
@@ -151,7 +151,11 @@ AREAS = {
         ("engine/spec_decode/test_*.py", "engine/test_draft*.py", "engine/test_grammar_drafts.py"),
     ),
     "ranks": Area(
-        (f"{ENGINE}/executor/*.py", f"{ENGINE}/runner/sharded_*.py"),
+        (
+            f"{ENGINE}/executor/*.py",
+            f"{ENGINE}/runner/sharded_head.py",
+            f"{ENGINE}/runner/rank_*.py",
+        ),
         ("engine/test_ranks.py", "engine/test_*_executor.py", "engine/test_step_sockets.py"),
         elsewhere=("engine/test_multiproc_executor.py", "engine/test_parallel_models.py"),
     ),
@@ -161,7 +165,7 @@ AREAS = {
         elsewhere=("engine/grammar/test_compiler.py", "engine/grammar/test_manager.py"),
     ),
     "cuda": Area(
-        (f"{ENGINE}/runner/cuda_*.py",),
+        (f"{ENGINE}/runner/cuda_*.py", f"{ENGINE}/runner/device_sampler.py"),
         ("engine/test_cuda_*.py",),
         is_interpreted=True,
     ),

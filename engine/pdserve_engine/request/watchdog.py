@@ -11,7 +11,7 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 MIN_BOUND_S = 10.0
 # A step that is the first to need a kernel waits for Triton to compile it.
 MIN_CUDA_BOUND_S = 60.0
-# Of ranks, of which one that is stopped holds up all, once steps are known: the weights are in memory.
+# Of ranks, of which one that is stopped holds up all, once steps are known: weights are in memory.
 KNOWN_BOUND_S = 4.0
 # So many steps make steps known, of any sizes.
 NUM_KNOWN_STEPS = 64
