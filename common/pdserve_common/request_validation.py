@@ -127,6 +127,19 @@ def _validate_generation(
     if request.kv_transfer_params is not None:
         _validate_kv_transfer_params(request.kv_transfer_params, info)
     validate_choice(params, eos_token_id=request.eos_token_id, vocab_size=info.vocab_size)
+    if params.structured_outputs is not None:
+        _validate_end(request, params, info)
+
+
+def _validate_end(request: EngineCoreRequest, params: SamplingParams, info: EngineInfo) -> None:
+    """A grammar ends with any EOS of the model, and allows nothing behind it."""
+    ends = {request.eos_token_id, *params.stop_token_ids}
+    if missing := [token_id for token_id in info.eos_token_ids if token_id not in ends]:
+        raise InvalidRequestError(
+            f"structured_outputs may end with token {missing[0]}, which is neither eos_token_id "
+            "nor in stop_token_ids",
+            field="eos_token_id",
+        )
 
 
 def _validate_mm_features(

@@ -381,6 +381,7 @@ def test_reasoning_comes_before_a_constraint(
     request = dataclasses.replace(
         REQUEST,
         sampling_params=params,
+        eos_token_id=INFO.eos_token_ids[0],
         reasoning_ended=ended,
         reasoning_parser_kwargs=kwargs,
     )
@@ -390,6 +391,19 @@ def test_reasoning_comes_before_a_constraint(
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         validate_engine_core_request(request, info)
     assert caught.value.field == field
+
+
+def test_an_end_of_a_constraint_ends_its_request() -> None:
+    info = dataclasses.replace(INFO, served_fields=("structured_outputs",), eos_token_ids=(3, 4))
+    for eos, stops, missing in ((3, (4,), None), (9, (4, 3), None), (3, (), 4), (None, (4,), 3)):
+        params = dataclasses.replace(CONSTRAINED, stop_token_ids=stops)
+        request = dataclasses.replace(REQUEST, sampling_params=params, eos_token_id=eos)
+        if missing is None:
+            validate_engine_core_request(request, info)
+            continue
+        with pytest.raises(InvalidRequestError, match=f"may end with token {missing}") as caught:
+            validate_engine_core_request(request, info)
+        assert caught.value.field == "eos_token_id"
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,6 @@ REQUEST = core_pb2.EngineCoreRequest(
 )
 HELLO = service_pb2.AttachHello(router_id="fuzz", router_epoch="0" * 32)
 
-CONSTRAINED = st.builds(
-    lambda params: core_pb2.EngineCoreRequest(
-        sampling_params=core_pb2.SamplingParams(structured_outputs=params)
-    ),
-    proto_constraints(),
-)
-
 
 def channel_to(system: System, name: str) -> grpc.Channel:
     return grpc.insecure_channel(system.worker_address(name))
@@ -59,6 +52,13 @@ def channel_to(system: System, name: str) -> grpc.Channel:
 
 def known(info: Any) -> Known:
     """What exists for a worker: its peers, ids of requests, its own start."""
+    constrained = st.builds(
+        lambda params: core_pb2.EngineCoreRequest(
+            sampling_params=core_pb2.SamplingParams(structured_outputs=params),
+            eos_token_id=info.eos_token_ids[0],
+        ),
+        proto_constraints(),
+    )
     return Known(
         texts=(
             *(*WORKERS, *ADAPTERS, FUZZ_P, FUZZ_D, "a", "b", "fuzz", info.epoch, info.engine_id),
@@ -68,7 +68,7 @@ def known(info: Any) -> Known:
         parts={
             "pdserve.v1.EngineCoreRequest": merged(
                 st.just(REQUEST),
-                st.one_of(messages(core_pb2.EngineCoreRequest.DESCRIPTOR), CONSTRAINED),
+                st.one_of(messages(core_pb2.EngineCoreRequest.DESCRIPTOR), constrained),
             ),
             "pdserve.v1.AttachHello": st.just(HELLO),
             "pdserve.v1.StructuredOutputsParams": proto_constraints(),
