@@ -16,7 +16,9 @@ from typing import Literal, get_args
 
 import msgspec
 
+from pdserve_common import figures
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
+from pdserve_common.metric_buckets import BATCH_BUCKETS, STAGE_BUCKETS
 from pdserve_common.pooling_params import GENERATE, PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 
@@ -357,42 +359,84 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return self.finish_reason is not None
 
 
+_SLOTS = "Places in the batch (max_num_seqs) by state: used or free"
+_KV_BLOCKS = "KV blocks by state: used, cached (content can be taken back) or free (has none)"
+_SLOT_USAGE = "Used slots / all slots"
+_KV_USAGE = "Held KV blocks / all KV blocks"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """The engine's load after a step."""
+    """The engine's load after a step. Figures say which metric shows them (`figures.py`)."""
 
     # Places in the batch.
     num_slots: int = 0
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    # Of those, the ones that wait for a decode worker: on P because D is full, on D itself all but
-    # those that wait for P.
-    num_waiting_for_decode_reqs: int = 0
-    # Of num_waiting_reqs, those that wait for their grammar alone.
-    num_waiting_for_fsm_reqs: int = 0
-    # Of requests that are not in the batch and do not wait for another worker: what was not in the
-    # prefix cache when they came.
-    num_waiting_tokens: int = 0
+    num_running_reqs: int = figures.gauge("pdserve_requests_running", "Requests in the batch")
+    num_waiting_reqs: int = figures.gauge(
+        "pdserve_requests_waiting", "Requests not in the batch yet"
+    )
+    # On P because D is full, on D itself all but those that wait for P.
+    num_waiting_for_decode_reqs: int = figures.gauge(
+        "pdserve_requests_waiting_for_decode",
+        "Of the waiting requests, those that wait for room or a slot on a decode worker",
+    )
+    num_waiting_for_fsm_reqs: int = figures.gauge(
+        "pdserve_requests_waiting_for_fsm",
+        "Of the waiting requests, those that wait for their grammar alone (WAITING_FOR_FSM)",
+    )
+    num_waiting_tokens: int = figures.gauge(
+        "pdserve_waiting_tokens",
+        "Tokens of waiting requests to be computed, without those that were cached when they came, "
+        "and without requests that wait for another worker",
+    )
     num_total_blocks: int = 0
     num_free_blocks: int = 0
-    # Of those, the ones with content that a prompt with the same beginning can take back.
-    num_cached_blocks: int = 0
+    # Of the free ones, those with content that a prompt with the same beginning can take back.
+    num_cached_blocks: int = figures.gauge("pdserve_kv_blocks", _KV_BLOCKS, state="cached")
     num_open_kv_sessions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    # Rows that a step left out, as their grammar had not got so far, ever.
-    num_late_masks: int = 0
-    # LoRA adapters in memory; loads, evictions and steps with one, ever.
-    num_loras: int = 0
-    num_lora_loads: int = 0
-    num_lora_evictions: int = 0
-    num_lora_steps: int = 0
-    # Leading blocks that all running requests share, in the KV group where they are most.
-    num_common_prefix_blocks: int = 0
-    step_num_tokens: int = 0
-    # The model's part of it.
-    step_duration_s: float = 0.0
+    prefix_cache_queries: int = figures.counter(
+        "pdserve_prefix_cache_queries_total", "Prompt tokens looked up"
+    )
+    prefix_cache_hits: int = figures.counter(
+        "pdserve_prefix_cache_hits_total", "Prompt tokens found"
+    )
+    num_preemptions: int = figures.counter(
+        "pdserve_preemptions_total", "Running requests that lost their blocks"
+    )
+    num_late_masks: int = figures.counter(
+        "pdserve_late_grammar_masks_total",
+        "Rows left out of a step because their grammar had not said what may come next",
+    )
+    num_loras: int = figures.gauge("pdserve_loras", "LoRA adapters in memory")
+    num_lora_loads: int = figures.counter("pdserve_lora_loads_total", "LoRA adapters loaded")
+    num_lora_evictions: int = figures.counter(
+        "pdserve_lora_evictions_total", "LoRA adapters unloaded to make room for others"
+    )
+    num_lora_steps: int = figures.counter(
+        "pdserve_lora_steps_total", "Steps in which some request had a LoRA adapter"
+    )
+    # In the KV group where they are most.
+    num_common_prefix_blocks: int = figures.gauge(
+        "pdserve_common_prefix_blocks", "Leading KV blocks that all running requests share"
+    )
+    step_num_tokens: int = figures.histogram(
+        "pdserve_engine_step_tokens", "Tokens computed in a step", buckets=BATCH_BUCKETS
+    )
+    step_duration_s: float = figures.histogram(
+        "pdserve_engine_step_duration_seconds",
+        "The model's part of a step: forward pass and sampling",
+        buckets=STAGE_BUCKETS,
+    )
+
+    # Of properties.
+    DERIVED = (
+        ("num_used_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "used")),
+        ("num_unused_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "free")),
+        ("slot_usage", figures.Figure("gauge", "pdserve_slot_usage_ratio", _SLOT_USAGE)),
+        ("num_used_blocks", figures.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "used")),
+        ("num_empty_blocks", figures.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "free")),
+        ("kv_cache_usage", figures.Figure("gauge", "pdserve_kv_cache_usage_ratio", _KV_USAGE)),
+    )
 
     @property
     def num_used_slots(self) -> int:
@@ -400,13 +444,25 @@ class SchedulerStats:
         return min(self.num_running_reqs, self.num_slots)
 
     @property
+    def num_unused_slots(self) -> int:
+        return self.num_slots - self.num_used_slots
+
+    @property
     def slot_usage(self) -> float:
         return self.num_used_slots / self.num_slots if self.num_slots else 0.0
 
     @property
+    def num_used_blocks(self) -> int:
+        return self.num_total_blocks - self.num_free_blocks
+
+    @property
+    def num_empty_blocks(self) -> int:
+        """Free ones without content."""
+        return self.num_free_blocks - self.num_cached_blocks
+
+    @property
     def kv_cache_usage(self) -> float:
-        used = self.num_total_blocks - self.num_free_blocks
-        return used / self.num_total_blocks if self.num_total_blocks else 0.0
+        return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections import Counter as Counts
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
 # Adapters that have a series of their own, and names that are counted to find them. Names come and
 # go for ever.
@@ -59,24 +59,6 @@ class MostUsed:
         if len(self._counts) > MAX_COUNTED:
             kept = self._counts.most_common(MAX_COUNTED // 2)
             self._counts = Counts(dict(kept) | {each: self._counts[each] for each in self._shown})
-
-
-class EngineLoraMetrics:
-    """A worker's adapters."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.loaded = Gauge("pdserve_loras", "LoRA adapters in memory", registry=registry)
-        self.loads = Counter("pdserve_lora_loads_total", "LoRA adapters loaded", registry=registry)
-        self.evictions = Counter(
-            "pdserve_lora_evictions_total",
-            "LoRA adapters unloaded to make room for others",
-            registry=registry,
-        )
-        self.steps = Counter(
-            "pdserve_lora_steps_total",
-            "Steps in which some request had a LoRA adapter",
-            registry=registry,
-        )
 
 
 class ScaleOuts:

@@ -6,16 +6,18 @@ never are labels.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve_common.draft_metrics import DraftMetrics
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import FinishReason, SchedulerStats
+from pdserve_common.figures import figures_of
 from pdserve_common.limits import LIMITS
-from pdserve_common.lora_metrics import EngineLoraMetrics, RouterLoraMetrics
+from pdserve_common.lora_metrics import RouterLoraMetrics
 from pdserve_common.metric_buckets import (
-    BATCH_BUCKETS,
     REQUEST_BUCKETS,
     STAGE_BUCKETS,
     TOKEN_BUCKETS,
@@ -26,6 +28,8 @@ from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 from pdserve_common.quota_metrics import QuotaMetrics
 from pdserve_common.tensor_metrics import PictureMetrics
 
+# Of stats: a figure's value.
+_Value: TypeAlias = Callable[[Any], float]
 FINISH_REASONS = tuple(map(str, FinishReason))
 
 # Peers without a link whose series a worker keeps: the last ones, whose ends are to be scraped.
@@ -281,72 +285,49 @@ class GrammarMetrics:
             self._duration.observe(duration_s)
 
 
+class StatsMetrics:
+    """The metrics of a kind of stats, as its figures say."""
+
+    def __init__(self, stats: type, registry: CollectorRegistry) -> None:
+        self._last = stats()
+        self._gauges: list[tuple[_Value, Gauge]] = []
+        self._counters: list[tuple[_Value, Counter]] = []
+        self._histograms: list[tuple[_Value, Histogram]] = []
+        by_name: dict[str, Gauge] = {}
+        for name, figure in figures_of(stats).items():
+            value, about = attrgetter(name), (figure.metric, figure.help)
+            if figure.kind == "counter":
+                self._counters.append((value, Counter(*about, registry=registry)))
+            elif figure.kind == "histogram":
+                made = Histogram(*about, buckets=figure.buckets, registry=registry)
+                self._histograms.append((value, made))
+            else:
+                labels = ["state"] if figure.state else []
+                if figure.metric not in by_name:
+                    by_name[figure.metric] = Gauge(*about, labels, registry=registry)
+                gauge = by_name[figure.metric]
+                series = gauge.labels(state=figure.state) if labels else gauge
+                self._gauges.append((value, series))
+
+    def record(self, stats: Any, *, has_computed: bool) -> None:
+        """Show the stats after a step: counters grow by the difference to the last ones, and
+        histograms observe a step that ran the model.
+        """
+        last, self._last = self._last, stats
+        for value, gauge in self._gauges:
+            gauge.set(value(stats))
+        for value, counter in self._counters:
+            counter.inc(value(stats) - value(last))
+        if has_computed:
+            for value, histogram in self._histograms:
+                histogram.observe(value(stats))
+
+
 class EngineMetrics:
     """A prefill or decode worker: its engine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests_running = Gauge(
-            "pdserve_requests_running", "Requests in the batch", registry=registry
-        )
-        self.requests_waiting = Gauge(
-            "pdserve_requests_waiting", "Requests not in the batch yet", registry=registry
-        )
-        self.requests_waiting_for_fsm = Gauge(
-            "pdserve_requests_waiting_for_fsm",
-            "Of the waiting requests, those that wait for their grammar alone (WAITING_FOR_FSM)",
-            registry=registry,
-        )
-        self.requests_waiting_for_decode = Gauge(
-            "pdserve_requests_waiting_for_decode",
-            "Of the waiting requests, those that wait for room or a slot on a decode worker",
-            registry=registry,
-        )
-        self.waiting_tokens = Gauge(
-            "pdserve_waiting_tokens",
-            "Tokens of waiting requests to be computed, without those that were cached when they "
-            "came, and without requests that wait for another worker",
-            registry=registry,
-        )
-        self.slots = Gauge(
-            "pdserve_slots",
-            "Places in the batch (max_num_seqs) by state: used or free",
-            ["state"],
-            registry=registry,
-        )
-        self.slot_usage = Gauge(
-            "pdserve_slot_usage_ratio", "Used slots / all slots", registry=registry
-        )
-        self.kv_blocks = Gauge(
-            "pdserve_kv_blocks",
-            "KV blocks by state: used, cached (content can be taken back) or free (has none)",
-            ["state"],
-            registry=registry,
-        )
-        self.kv_cache_usage = Gauge(
-            "pdserve_kv_cache_usage_ratio", "Held KV blocks / all KV blocks", registry=registry
-        )
-        self.prefix_cache_queries = Counter(
-            "pdserve_prefix_cache_queries_total", "Prompt tokens looked up", registry=registry
-        )
-        self.prefix_cache_hits = Counter(
-            "pdserve_prefix_cache_hits_total", "Prompt tokens found", registry=registry
-        )
-        self.common_prefix_blocks = Gauge(
-            "pdserve_common_prefix_blocks",
-            "Leading KV blocks that all running requests share",
-            registry=registry,
-        )
-        self.preemptions = Counter(
-            "pdserve_preemptions_total",
-            "Running requests that lost their blocks",
-            registry=registry,
-        )
-        self.late_masks = Counter(
-            "pdserve_late_grammar_masks_total",
-            "Rows left out of a step because their grammar had not said what may come next",
-            registry=registry,
-        )
-        self.lora = EngineLoraMetrics(registry)
+        self.stats = StatsMetrics(SchedulerStats, registry)
         self.drafts = DraftMetrics(registry)
         self.engine_requests = Counter(
             "pdserve_engine_requests_total",
@@ -355,18 +336,6 @@ class EngineMetrics:
             registry=registry,
         )
         begin(self.engine_requests, outcome=FINISH_REASONS)
-        self.step_duration = Histogram(
-            "pdserve_engine_step_duration_seconds",
-            "The model's part of a step: forward pass and sampling",
-            buckets=STAGE_BUCKETS,
-            registry=registry,
-        )
-        self.step_tokens = Histogram(
-            "pdserve_engine_step_tokens",
-            "Tokens computed in a step",
-            buckets=BATCH_BUCKETS,
-            registry=registry,
-        )
         self.queue_duration = Histogram(
             "pdserve_engine_queue_seconds",
             "From arrival at the engine to being scheduled",

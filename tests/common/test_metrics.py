@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from pdserve_common import defects, metrics
 from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
+from pdserve_common.figures import figures_of
 from pdserve_common.kv_offload_metrics import KVOffloadMetrics
 from pdserve_common.limits import LIMITS
 from pdserve_common.metrics_server import MetricsServer
@@ -112,6 +113,33 @@ def test_a_pools_blocks_are_each_in_one_state() -> None:
     states = ("used", "cached", "free")
     values = [registry.get_sample_value("pdserve_kv_blocks", {"state": state}) for state in states]
     assert values == [4, 2, 4]
+
+
+def test_each_figure_of_the_scheduler_has_its_metric() -> None:
+    registry = CollectorRegistry()
+    stats_metrics = metrics.StatsMetrics(SchedulerStats, registry)
+    shown = {
+        name: (figure, {"state": figure.state} if figure.state else {})
+        for name, figure in figures_of(SchedulerStats).items()
+    }
+
+    def values() -> dict[str, float | None]:
+        suffix = {"gauge": "", "counter": "", "histogram": "_sum"}
+        return {
+            name: registry.get_sample_value(figure.metric + suffix[figure.kind], labels)
+            for name, (figure, labels) in shown.items()
+        }
+
+    assert set(values().values()) == {0}
+    numbers = {field.name: 2 * n for n, field in enumerate(dataclasses.fields(SchedulerStats), 1)}
+    numbers |= {"num_slots": 10, "num_running_reqs": 4, "num_total_blocks": 100}
+    for stats in (SchedulerStats(num_preemptions=1), SchedulerStats(**numbers)):
+        stats_metrics.record(stats, has_computed=False)
+    expected = {name: getattr(stats, name) for name in shown}
+    of_steps = {name: 0 for name, (figure, _) in shown.items() if figure.kind == "histogram"}
+    assert values() == expected | of_steps
+    stats_metrics.record(stats, has_computed=True)
+    assert values() == expected
 
 
 def test_every_limit_is_documented() -> None:

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Mapping
 from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.load_log import LoadLog
-from pdserve_common.metrics import EngineMetrics, total
+from pdserve_common.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
 
 
 class EngineStatsRecorder:
-    """Feeds EngineMetrics after every step, and logs the load. Counters grow by the difference to
-    the last stats.
-    """
+    """Feeds EngineMetrics after every step, and logs the load."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         self._last = SchedulerStats()
+        self._num_computed_tokens = 0
         self._num_generation_tokens = 0
         self._load_log = LoadLog(self._totals, self._report)
 
@@ -29,38 +28,11 @@ class EngineStatsRecorder:
         with defects.contained("metrics", "a step's figures"):
             if has_computed:
                 self._load_log.note()
-            self._record_load(stats)
-            if has_computed:
-                self._metrics.step_duration.observe(stats.step_duration_s)
-                self._metrics.step_tokens.observe(stats.step_num_tokens)
+            self._last = stats
+            self._metrics.stats.record(stats, has_computed=has_computed)
+            self._num_computed_tokens += has_computed * stats.step_num_tokens
             for output in outputs:
                 self._record_output(output)
-
-    def _record_load(self, stats: SchedulerStats) -> None:
-        metrics, last = self._metrics, self._last
-        metrics.requests_running.set(stats.num_running_reqs)
-        metrics.requests_waiting.set(stats.num_waiting_reqs)
-        metrics.requests_waiting_for_fsm.set(stats.num_waiting_for_fsm_reqs)
-        metrics.requests_waiting_for_decode.set(stats.num_waiting_for_decode_reqs)
-        metrics.waiting_tokens.set(stats.num_waiting_tokens)
-        metrics.slots.labels(state="used").set(stats.num_used_slots)
-        metrics.slots.labels(state="free").set(stats.num_slots - stats.num_used_slots)
-        metrics.slot_usage.set(stats.slot_usage)
-        used = stats.num_total_blocks - stats.num_free_blocks
-        metrics.kv_blocks.labels(state="used").set(used)
-        metrics.kv_blocks.labels(state="free").set(stats.num_free_blocks - stats.num_cached_blocks)
-        metrics.kv_blocks.labels(state="cached").set(stats.num_cached_blocks)
-        metrics.kv_cache_usage.set(stats.kv_cache_usage)
-        metrics.prefix_cache_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
-        metrics.prefix_cache_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
-        metrics.common_prefix_blocks.set(stats.num_common_prefix_blocks)
-        metrics.late_masks.inc(stats.num_late_masks - last.num_late_masks)
-        metrics.lora.loaded.set(stats.num_loras)
-        metrics.lora.loads.inc(stats.num_lora_loads - last.num_lora_loads)
-        metrics.lora.evictions.inc(stats.num_lora_evictions - last.num_lora_evictions)
-        metrics.lora.steps.inc(stats.num_lora_steps - last.num_lora_steps)
-        metrics.preemptions.inc(stats.num_preemptions - last.num_preemptions)
-        self._last = stats
 
     def _record_output(self, output: EngineCoreOutput) -> None:
         self._num_generation_tokens += len(output.new_token_ids)
@@ -75,10 +47,10 @@ class EngineStatsRecorder:
 
     def _totals(self) -> Mapping[str, float]:
         return {
-            "computed_tokens": total(self._metrics.step_tokens),
+            "computed_tokens": self._num_computed_tokens,
             "generation_tokens": self._num_generation_tokens,
-            "prefix_cache_queries": total(self._metrics.prefix_cache_queries),
-            "prefix_cache_hits": total(self._metrics.prefix_cache_hits),
+            "prefix_cache_queries": self._last.prefix_cache_queries,
+            "prefix_cache_hits": self._last.prefix_cache_hits,
         }
 
     def _report(self, per_s: Mapping[str, float]) -> bool:
