@@ -185,6 +185,10 @@ def test_the_clock_is_handed_in() -> None:
             if isinstance(node, ast.arguments)
             for name, default in zip(node.kwonlyargs, node.kw_defaults, strict=True)
             if name.arg == "clock"
+        } | {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "clock"
         }
         wrong += [
             f"{where}:{node.lineno} reads time.monotonic"

@@ -45,7 +45,7 @@ from pdserve_engine.core.scheduler import PauseState, Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
@@ -317,16 +317,18 @@ class Worker:
             ),
             vocab_size=EOS,
         )
-        common: dict[str, Any] = {
-            "identity": identity,
-            "metrics": KVTransferMetrics(CollectorRegistry()),
-            "wakeup": lambda: None,
-            "step_seq": lambda: 0,
-            "clock": self._clock,
-        }
+        context = ConnectorContext(
+            transport=self.nic,
+            identity=identity,
+            metrics=KVTransferMetrics(CollectorRegistry()),
+            wakeup=lambda: None,
+            step_seq=lambda: 0,
+            session_timeout_s=60.0,
+            clock=self._clock,
+        )
         if self.role == "producer":
-            return ProducerConnector(self.nic, session_timeout_s=60.0, **common)
-        consumer = ConsumerConnector(self.nic, session_timeout_s=60.0, **common)
+            return ProducerConnector(context)
+        consumer = ConsumerConnector(context)
         consumer.bind_link_pool(lambda p, host, port: self.world.dials.append((self.name, p)))
         return consumer
 

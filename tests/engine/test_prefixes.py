@@ -15,6 +15,7 @@ from pdserve_common.kv_types import KVLinkWelcome, PrefixReady, PrefixRequest, R
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
 from pdserve_engine.kv_transfer.prefix_producer import MAX_PREFIXES, PrefixProducer
@@ -66,23 +67,22 @@ class Pair:
         def clock() -> float:
             return self.now
 
-        self.lender = PrefixProducer(
-            d_transport,
-            identity=d_identity,
-            metrics=self.d_metrics,
-            wakeup=lambda: None,
-            step_seq=lambda: 0,
-            num_blocks=NUM_BLOCKS,
-            clock=clock,
+        lending, borrowing = (
+            ConnectorContext(
+                transport=transport,
+                identity=identity,
+                metrics=metrics,
+                wakeup=lambda: None,
+                step_seq=lambda: 0,
+                clock=clock,
+            )
+            for transport, identity, metrics in (
+                (d_transport, d_identity, self.d_metrics),
+                (self.transport, p_identity, self.metrics),
+            )
         )
-        self.borrower = PrefixConsumer(
-            self.transport,
-            identity=p_identity,
-            metrics=self.metrics,
-            wakeup=lambda: None,
-            step_seq=lambda: 0,
-            clock=clock,
-        )
+        self.lender = PrefixProducer(lending, num_blocks=NUM_BLOCKS)
+        self.borrower = PrefixConsumer(borrowing)
         self.borrower.bind_link_pool(lambda *address: None)
         common = {"num_blocks": NUM_BLOCKS, "windows": windows, "clock": clock}
         self.d = Engine(prefix_producer=self.lender, **common)  # type: ignore[arg-type]

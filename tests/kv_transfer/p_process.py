@@ -19,6 +19,7 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
@@ -40,13 +41,14 @@ class Prefills:
             "nixl", identity, LocalRegistry(), pool, require_transport=require_transport
         )
         transport.self_check()
-        self.connector = ProducerConnector(
-            transport,
+        context = ConnectorContext(
+            transport=transport,
             identity=identity,
             metrics=KVTransferMetrics(CollectorRegistry()),
             wakeup=self._wake,
             step_seq=lambda: 0,
         )
+        self.connector = ProducerConnector(context)
         fill(pool, 1)
         self.blocks = Blocks()
 

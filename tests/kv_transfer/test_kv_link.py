@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
 from pdserve_engine.kv_transfer.ports import (
@@ -108,14 +109,15 @@ class D:
         self.transport = FaultTransport(inner)
         self.transport.self_check()
         self.metrics = KVTransferMetrics(CollectorRegistry())
-        self.connector = ConsumerConnector(
-            self.transport,
+        context = ConnectorContext(
+            transport=self.transport,
             identity=identity,
             metrics=self.metrics,
             wakeup=lambda: None,
             step_seq=lambda: 0,
             read_timeout_s=read_timeout_s,
         )
+        self.connector = ConsumerConnector(context)
         self.links = KVLinkPool(self.connector)
         self.has_room = True
         self.tables: dict[Request, list[int]] = {}

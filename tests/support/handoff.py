@@ -26,7 +26,14 @@ from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer import factory
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, PoolTransport, ReadResult
+from pdserve_engine.kv_transfer.base import (
+    Checksum,
+    ConnectorContext,
+    KVIdentity,
+    KVTransport,
+    PoolTransport,
+    ReadResult,
+)
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.ports import (
@@ -37,7 +44,6 @@ from pdserve_engine.kv_transfer.ports import (
     StartAllowed,
 )
 from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.request.request import Request, RequestStatus
 from support.local_transport import LocalRegistry, LocalTransport
@@ -281,14 +287,15 @@ class PSide:
         identity, self.p_transport = self.make_side("p", self.p_pool)
         self.p_transport.self_check()
         self.p_identity = identity
-        self.p = ProducerConnector(
-            self.p_transport,
+        context = ConnectorContext(
+            transport=self.p_transport,
             identity=identity,
             metrics=self.p_metrics,
             session_timeout_s=30.0,
             **options,
             **self._common(),
         )
+        self.p = ProducerConnector(context)
         fill(self.p_pool, seed=1)
 
     def request(
@@ -372,14 +379,15 @@ class Pair(PSide):
         d_identity, inner = self.make_side("d", self.d_pool)
         self.transport = FaultTransport(inner)
         self.transport.self_check()
-        self.d = ConsumerConnector(
-            self.transport,
+        context = ConnectorContext(
+            transport=self.transport,
             identity=d_identity,
             metrics=self.d_metrics,
             read_timeout_s=60.0,
             checksum=lambda block_ids: self.checksum(block_ids),
             **self._common(),
         )
+        self.d = ConsumerConnector(context)
         self.d.bind_link_pool(lambda engine_id, host, port: self.dialed.append(engine_id))
         fill(self.d_pool, seed=2)
         self.to_p = Wire()

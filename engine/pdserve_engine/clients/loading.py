@@ -28,14 +28,13 @@ from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
 from pdserve_engine.kv_offload.build import make_offload
 from pdserve_engine.kv_offload.offload import KVOffload
-from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.ports import KVConnector
 from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
 from pdserve_engine.kv_transfer.prefix_producer import PrefixProducer
 from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.hub import FetchAdapter, HubFetch
@@ -184,24 +183,30 @@ def _load(
         logger.info("with speculation no step is planned ahead of another: drafts need its tokens")
     step_seq = _StepCounter()
     transport = _make_transport(config, identity, executor)
-    build = _ConnectorBuilder(
-        config=config,
-        transport=transport,
-        identity=identity,
-        metrics=metrics,
-        wakeup=wakeup,
-        step_seq=step_seq,
-        checksum=executor.block_checksums if config.kv_checksums else None,
-    )
-    connector = build.connector(role)
-    prefix_connector = build.prefix_connector(role, model, manager)
+    prefix_compatibility = _prefix_compatibility(identity, model)
+    connector, prefix_connector = None, None
+    if transport is not None:
+        context = ConnectorContext(
+            transport=transport,
+            identity=identity,
+            metrics=metrics,
+            wakeup=wakeup,
+            step_seq=step_seq,
+            session_timeout_s=config.kv_session_timeout_s,
+            read_timeout_s=config.kv_transfer_timeout_s,
+            checksum=executor.block_checksums if config.kv_checksums else None,
+        )
+        connector = (ProducerConnector if role == "prefill" else ConsumerConnector)(context)
+        prefix_connector = _make_prefix_connector(
+            config, role, context, manager, compatibility=prefix_compatibility
+        )
     compiler = _make_compiler(config, source, grammar_metrics)
     offload = make_offload(
         config,
         source.spec,
         manager,
         # How blocks are hashed, and what they hold, may be others' in another version.
-        compatibility=f"{build.prefix_compatibility(model)} {VERSION}",
+        compatibility=f"{prefix_compatibility} {VERSION}",
         open_copier=executor.open_block_copier,
         registry=metrics.registry,
         wakeup=wakeup,
@@ -250,8 +255,10 @@ def _load(
             core,
             lora_root=config.lora_root,
             fetch_adapter=hub,
-            transfer=build.sleeping_transfer(
-                [each for each in (connector, prefix_connector) if each is not None],
+            transfer=_make_sleeping_transfer(
+                config,
+                transport,
+                (connector, prefix_connector),
                 open_ranks=lambda: executor.open_transports(identity),
             ),
             wakeup=wakeup,
@@ -347,85 +354,47 @@ def _if_is(connector: object, cls: type[T]) -> T | None:
     return connector if isinstance(connector, cls) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ConnectorBuilder:
-    """What a worker's connectors have in common."""
+def _make_prefix_connector(
+    config: EngineConfig,
+    role: Role,
+    context: ConnectorContext,
+    manager: KVCacheManager,
+    *,
+    compatibility: str,
+) -> PrefixProducer | PrefixConsumer | None:
+    if not (config.prefix_pulls and config.enable_prefix_caching):
+        return None
+    identity = dataclasses.replace(context.identity, compatibility_hash=compatibility)
+    context = dataclasses.replace(context, identity=identity)
+    if role == "decode":
+        return PrefixProducer(context, num_blocks=manager.block_pool.num_blocks)
+    return PrefixConsumer(context, timeout_s=config.prefix_pull_timeout_s)
 
-    config: EngineConfig
-    transport: ShardedTransport | None
-    identity: KVIdentity
-    metrics: KVTransferMetrics
-    wakeup: Callable[[], None]
-    step_seq: Callable[[], int]
-    checksum: Checksum | None
 
-    def connector(self, role: Role) -> ProducerConnector | ConsumerConnector | None:
-        config = self.config
-        if self.transport is None:
-            return None
-        if role == "prefill":
-            return ProducerConnector(
-                self.transport, session_timeout_s=config.kv_session_timeout_s, **self._common()
-            )
-        return ConsumerConnector(
-            self.transport,
-            session_timeout_s=config.kv_session_timeout_s,
-            read_timeout_s=config.kv_transfer_timeout_s,
-            **self._common(),
-        )
+def _prefix_compatibility(identity: KVIdentity, model: LoadedModel) -> str:
+    """What must be equal of who has cached a prefix and who uses it: blocks come into an exact
+    worker's cache only from one whose tokens are the same.
+    """
+    numerics = model.numerics_id if model.is_row_independent else ""
+    return f"{identity.compatibility_hash} {numerics}"
 
-    def prefix_connector(
-        self, role: Role, model: LoadedModel, manager: KVCacheManager
-    ) -> PrefixProducer | PrefixConsumer | None:
-        config = self.config
-        if self.transport is None or not (config.prefix_pulls and config.enable_prefix_caching):
-            return None
-        common = self._common()
-        common["identity"] = dataclasses.replace(
-            self.identity, compatibility_hash=self.prefix_compatibility(model)
-        )
-        if role == "decode":
-            num_blocks = manager.block_pool.num_blocks
-            return PrefixProducer(self.transport, num_blocks=num_blocks, **common)
-        return PrefixConsumer(
-            self.transport,
-            timeout_s=config.prefix_pull_timeout_s,
-            read_timeout_s=config.kv_transfer_timeout_s,
-            **common,
-        )
 
-    def prefix_compatibility(self, model: LoadedModel) -> str:
-        """What must be equal of who has cached a prefix and who uses it: blocks come into an exact
-        worker's cache only from one whose tokens are the same.
-        """
-        numerics = model.numerics_id if model.is_row_independent else ""
-        return f"{self.identity.compatibility_hash} {numerics}"
-
-    def sleeping_transfer(
-        self,
-        connectors: Sequence[Connector[Any]],
-        *,
-        open_ranks: Callable[[], Sequence[RankTransport]],
-    ) -> SleepingTransfer | None:
-        if self.transport is None:
-            return None
-        config = self.config
-        return SleepingTransfer(
-            self.transport,
-            connectors,
-            open_ranks=open_ranks,
-            # By CUDA IPC.
-            shares_memory=config.device == "cuda" and config.require_transport in ("any", "shm"),
-        )
-
-    def _common(self) -> dict[str, Any]:
-        return {
-            "identity": self.identity,
-            "metrics": self.metrics,
-            "wakeup": self.wakeup,
-            "step_seq": self.step_seq,
-            "checksum": self.checksum,
-        }
+def _make_sleeping_transfer(
+    config: EngineConfig,
+    transport: ShardedTransport | None,
+    connectors: Iterable[Connector[Any] | None],
+    *,
+    open_ranks: Callable[[], Sequence[RankTransport]],
+) -> SleepingTransfer | None:
+    if transport is None:
+        return None
+    return SleepingTransfer(
+        transport,
+        [each for each in connectors if each is not None],
+        open_ranks=open_ranks,
+        # By CUDA IPC.
+        shares_memory=config.device == "cuda" and config.require_transport in ("any", "shm"),
+    )
 
 
 class _StepCounter:

@@ -1,5 +1,6 @@
 """The seams under a connector: the transport that moves blocks, and the stream of a KvLink."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome, KVRankEndpoint
+from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 from pdserve_engine.kv_transfer import shards
 from pdserve_engine.kv_transfer.shards import KVPeer
@@ -31,6 +33,30 @@ class KVIdentity:
     def agent_name(self, rank: int = 0) -> str:
         """Names a rank of this start of this worker to transports (rule K1)."""
         return shards.agent_name(self.engine_id, self.epoch, rank, self.num_ranks)
+
+
+# Does what `Executor.block_checksums` does.
+Checksum = Callable[[Sequence[int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorContext:
+    """What a connector works with."""
+
+    transport: "KVTransport"
+    identity: KVIdentity
+    metrics: KVTransferMetrics
+    # Makes the engine thread call take_events soon. Neither blocks nor calls back.
+    wakeup: Callable[[], None]
+    # The engine's last step, which heartbeats tell.
+    step_seq: Callable[[], int]
+    # A session to which nothing happens for so long is over, whatever it waits for.
+    session_timeout_s: float = 600.0
+    # A READ without progress for so long is given up.
+    read_timeout_s: float = 5.0
+    # An owner of blocks sends checksums with it, and a reader compares them. None: neither.
+    checksum: Checksum | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)

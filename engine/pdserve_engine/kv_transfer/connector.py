@@ -3,13 +3,11 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pdserve_common import defects
 from pdserve_common.errors import KVTransferError
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable
 
 logger = logging.getLogger(__name__)
@@ -22,22 +20,14 @@ class Connector(ABC, Generic[MessageT]):
     it only calls are made that neither block nor call back.
     """
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        step_seq: Callable[[], int],
-        clock: Callable[[], float],
-    ) -> None:
-        self._transport = transport
-        self._identity = identity
-        self._metrics = metrics
-        self._step_seq = step_seq
-        self._clock = clock
+    def __init__(self, context: ConnectorContext) -> None:
+        self._transport = context.transport
+        self._identity = context.identity
+        self._metrics = context.metrics
+        self._step_seq = context.step_seq
+        self._clock = context.clock
         self._lock = threading.Lock()
-        self._links = LinkTable(clock)
+        self._links = LinkTable(context.clock)
         self._is_suspended = False
         # What has gone wrong in here, and why the worker must not go on.
         self._defect: str | None = None

@@ -8,7 +8,6 @@ call back: the link's, the transport's, `wakeup`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -24,52 +23,25 @@ from pdserve_common.kv_types import (
     Release,
     Revoke,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVLinkHandle
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.links import KVLink, common_version, find_mismatch
 from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.protocol import PRODUCER, ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
-from pdserve_engine.kv_transfer.session_machine import Checksum, SessionMachine
+from pdserve_engine.kv_transfer.session_machine import SessionMachine
 
 # What is not the same for both kinds of sessions.
 KindMessage = Granted | Later | Revoke | PrefixRequest
 
 
 class ExportingConnector(Connector[KVLinkRequestMessage]):
-    """P's connector. `wakeup` makes the engine thread call take_events soon."""
+    """P's connector."""
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        wakeup: Callable[[], None],
-        step_seq: Callable[[], int],
-        session_timeout_s: float,
-        checksum: Checksum | None,
-        clock: Callable[[], float],
-    ) -> None:
-        """`checksum` does what `Executor.block_checksums` does; None: send none.
-
-        A session that makes no progress for `session_timeout_s` is over, whatever it waits for.
-        """
-        super().__init__(
-            transport, identity=identity, metrics=metrics, step_seq=step_seq, clock=clock
-        )
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
         self._next_link = 1
-        self._machine = SessionMachine(
-            transport,
-            identity=identity,
-            metrics=metrics,
-            link_of=self._links.get,
-            wakeup=wakeup,
-            session_timeout_s=session_timeout_s,
-            checksum=checksum,
-            clock=clock,
-        )
+        self._machine = SessionMachine(context, link_of=self._links.get)
 
     # ---- the engine thread
 

@@ -2,18 +2,14 @@
 handoff with its roles turned round, so D is this worker, and P the one that has the prefix.
 """
 
-import time
-from collections.abc import Callable
-
 from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource
 from pdserve_common.kv_types import PrefixReady, SessionEnded, SessionEndReason
-from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_common.metrics import begin
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import CONSUMER, ConsumerEvent, ConsumerState
 from pdserve_engine.kv_transfer.pull import Pull, PullKey, find_bad_prefix, make_reservation
 from pdserve_engine.kv_transfer.pulling import KindMessage, PullingConnector
-from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.request.request import Request
 
 # Reasons to end a session that are nobody's failure.
@@ -35,31 +31,10 @@ OUTCOMES = ("pulled", "not_cached", "failed", "given_up")
 class PrefixConsumer(PullingConnector):
     """D's connector of prefixes, a PrefixConsumerPort."""
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        wakeup: Callable[[], None],
-        step_seq: Callable[[], int],
-        timeout_s: float = 0.25,
-        read_timeout_s: float = 5.0,
-        checksum: Checksum | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: ConnectorContext, *, timeout_s: float = 0.25) -> None:
         """A prefix is waited for `timeout_s`, and for as long as its bytes take."""
-        super().__init__(
-            transport,
-            identity=identity,
-            metrics=metrics,
-            wakeup=wakeup,
-            step_seq=step_seq,
-            read_timeout_s=read_timeout_s,
-            checksum=checksum,
-            clock=clock,
-        )
-        begin(metrics.prefix_tokens, outcome=OUTCOMES)
+        super().__init__(context)
+        begin(self._metrics.prefix_tokens, outcome=OUTCOMES)
         self._timeout_s = timeout_s
 
     # ---- the event loop's thread

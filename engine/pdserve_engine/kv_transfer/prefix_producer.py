@@ -5,19 +5,16 @@ The scheduler looks for the blocks and holds them; what it found is the session'
 it.
 """
 
-import time
-from collections.abc import Callable
+import dataclasses
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import CancelRequest, PrefixRequest, SessionEndReason
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.exporting import ExportingConnector, KindMessage
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.ports import PrefixWanted
 from pdserve_engine.kv_transfer.protocol import ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
-from pdserve_engine.kv_transfer.session_machine import Checksum
 
 # D gives a prefix up much sooner, and says so: this is for one that says nothing.
 HOLD_S = 30.0
@@ -29,29 +26,9 @@ HASH_BYTES = 32
 class PrefixProducer(ExportingConnector):
     """P's connector of prefixes, a PrefixProducerPort."""
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        wakeup: Callable[[], None],
-        step_seq: Callable[[], int],
-        num_blocks: int,
-        checksum: Checksum | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: ConnectorContext, *, num_blocks: int) -> None:
         """No prefix can have more than `num_blocks` blocks."""
-        super().__init__(
-            transport,
-            identity=identity,
-            metrics=metrics,
-            wakeup=wakeup,
-            step_seq=step_seq,
-            session_timeout_s=HOLD_S,
-            checksum=checksum,
-            clock=clock,
-        )
+        super().__init__(dataclasses.replace(context, session_timeout_s=HOLD_S))
         self._num_blocks = num_blocks
 
     # ---- the event loop's thread

@@ -4,8 +4,7 @@ has written, and keeps it until D has read it.
 The threads, the links and the releases are in exporting.py.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pdserve_common.engine_types import EngineCoreRequest, ErrorFault
 from pdserve_common.kv_types import (
@@ -16,13 +15,12 @@ from pdserve_common.kv_types import (
     Revoke,
     SessionEndReason,
 )
-from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_common.metrics import begin
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.exporting import ExportingConnector, KindMessage
 from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
 from pdserve_engine.kv_transfer.protocol import ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
-from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.request.request import Request, RequestStatus
 
 # What D says to a grant request: the event it is, and its name in metrics.
@@ -41,29 +39,9 @@ _END_REASONS = {
 class ProducerConnector(ExportingConnector):
     """P's connector of requests that are decoded elsewhere, a ProducerPort."""
 
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        wakeup: Callable[[], None],
-        step_seq: Callable[[], int],
-        session_timeout_s: float = 600.0,
-        checksum: Checksum | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            transport,
-            identity=identity,
-            metrics=metrics,
-            wakeup=wakeup,
-            step_seq=step_seq,
-            session_timeout_s=session_timeout_s,
-            checksum=checksum,
-            clock=clock,
-        )
-        begin(metrics.grants, answer=(answer for _, answer in _ANSWERS.values()))
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        begin(self._metrics.grants, answer=(answer for _, answer in _ANSWERS.values()))
         # Given up by D before P asked for them: (engine id, request id, attempt).
         self._cancelled = RecentKeys()
 

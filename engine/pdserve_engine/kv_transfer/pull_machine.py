@@ -15,7 +15,6 @@ from pdserve_common.errors import KVExpiredError, KVTransferError, RequestAborte
 from pdserve_common.kv_types import (
     CancelRequest,
     Granted,
-    KVLayout,
     KVLinkRequestMessage,
     KVSessionId,
     Later,
@@ -24,7 +23,7 @@ from pdserve_common.kv_types import (
     Revoke,
 )
 from pdserve_common.logging import log_request
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
 from pdserve_engine.kv_transfer.machine import check_carried_out, take_step
 from pdserve_engine.kv_transfer.ports import (
@@ -78,20 +77,17 @@ class PullMachine:
 
     def __init__(
         self,
+        context: ConnectorContext,
         *,
-        layout: KVLayout,
-        metrics: KVTransferMetrics,
         link_of: Callable[[str], KVLink | None],
         post: Callable[[Read], None],
-        wakeup: Callable[[], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._layout = layout
-        self._metrics = metrics
+        self._layout = context.identity.layout
+        self._metrics = context.metrics
         self._link_of = link_of
         self._post = post
-        self._wakeup = wakeup
-        self._clock = clock
+        self._wakeup = context.wakeup
+        self._clock = context.clock
         self.pulls: dict[PullKey, Pull] = {}
         self.by_session: dict[KVSessionId, Pull] = {}
         # Requests that are over here, so that P need not wait for an answer when it asks for them.

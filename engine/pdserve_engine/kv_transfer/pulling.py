@@ -10,9 +10,7 @@ calls are made that neither block nor call back: the link's, the transport's, `w
 """
 
 import math
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdserve_common.kv_types import (
@@ -28,8 +26,8 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     SessionEnded,
 )
-from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport, ReadResult
+from pdserve_common.metrics import begin
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVLinkHandle, ReadResult
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, check_welcome, make_hello
@@ -59,47 +57,20 @@ KindMessage = GrantRequest | BlocksReady | PrefixReady | PrefillDone
 
 
 class PullingConnector(Connector[KVLinkResponseMessage]):
-    """D's connector. `wakeup` makes the engine thread call take_events soon.
+    """D's connector."""
 
-    A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
-    without progress for `read_timeout_s` is given up.
-    `checksum` does what `Executor.block_checksums` does: with it, blocks that P sends checksums of
-    are checked when they have landed.
-    """
-
-    def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        wakeup: Callable[[], None],
-        step_seq: Callable[[], int],
-        read_timeout_s: float = 5.0,
-        session_timeout_s: float = 600.0,
-        checksum: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            transport, identity=identity, metrics=metrics, step_seq=step_seq, clock=clock
-        )
-        self._layout = identity.layout
-        self._read_timeout_s = read_timeout_s
-        self._session_timeout_s = session_timeout_s
-        self._checksum = checksum
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._layout = context.identity.layout
+        self._read_timeout_s = context.read_timeout_s
+        self._session_timeout_s = context.session_timeout_s
+        self._checksum = context.checksum
         self._request_link: RequestLink | None = None
         self._dialing: set[str] = set()
         # Wanted while suspended: (host, port) by engine id.
         self._dials_later: dict[str, tuple[str, int]] = {}
         self._num_grants = 0
-        self._machine = PullMachine(
-            layout=identity.layout,
-            metrics=metrics,
-            link_of=self._links.get,
-            post=self._post,
-            wakeup=wakeup,
-            clock=clock,
-        )
+        self._machine = PullMachine(context, link_of=self._links.get, post=self._post)
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
         """Set what dials `(engine_id, host, port)` and ends in link_up or link_failed."""

@@ -25,9 +25,9 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.logging import log_request
-from pdserve_common.metrics import KVTransferMetrics, begin
+from pdserve_common.metrics import begin
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
 from pdserve_engine.kv_transfer.machine import check_carried_out, take_step
 from pdserve_engine.kv_transfer.ports import (
@@ -69,33 +69,25 @@ _REASONS: Mapping[ProducerEvent, SessionEndReason] = {
 # Ends that nobody has asked for: an operator reads of them.
 _LOSSES = frozenset({ProducerEvent.EXPIRED, ProducerEvent.FENCED, ProducerEvent.LINK_LOST})
 
-Checksum = Callable[[Sequence[int]], tuple[int, ...]]
-
 
 class SessionMachine:
     """The sessions of one P, and what the scheduler and Ds are to hear of them."""
 
     def __init__(
-        self,
-        transport: KVTransport,
-        *,
-        identity: KVIdentity,
-        metrics: KVTransferMetrics,
-        link_of: Callable[[str], KVLink | None],
-        wakeup: Callable[[], None],
-        session_timeout_s: float,
-        checksum: Checksum | None,
-        clock: Callable[[], float],
+        self, context: ConnectorContext, *, link_of: Callable[[str], KVLink | None]
     ) -> None:
-        self._transport = transport
-        self._identity = identity
-        self._metrics = metrics
-        begin(metrics.sessions_ended, reason=(str(reason) for reason in SessionEndReason if reason))
+        self._transport = context.transport
+        self._identity = context.identity
+        self._metrics = context.metrics
+        begin(
+            self._metrics.sessions_ended,
+            reason=(str(reason) for reason in SessionEndReason if reason),
+        )
         self._link_of = link_of
-        self._wakeup = wakeup
-        self._session_timeout_s = session_timeout_s
-        self._checksum = checksum
-        self._clock = clock
+        self._wakeup = context.wakeup
+        self._session_timeout_s = context.session_timeout_s
+        self._checksum = context.checksum
+        self._clock = context.clock
         self._next_seq = 1
         self._sessions: dict[str, Session] = {}  # by request id
         self._open: dict[KVSessionId, Session] = {}

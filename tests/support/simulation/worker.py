@@ -19,7 +19,7 @@ from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv_transfer.base import KVIdentity
+from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.watchdog import StepWatch
@@ -158,8 +158,8 @@ class SimulatedWorker:
             vocab_size=VOCAB_SIZE,
         )
         kind = ProducerConnector if self.role is WorkerRole.PREFILL else ConsumerConnector
-        return kind(
-            self.nic,
+        context = ConnectorContext(
+            transport=self.nic,
             identity=identity,
             metrics=KVTransferMetrics(CollectorRegistry()),
             wakeup=engine.wake,
@@ -167,6 +167,7 @@ class SimulatedWorker:
             session_timeout_s=SESSION_TIMEOUT_S,
             clock=self.world.loop.time,
         )
+        return kind(context)
 
     def _info(self) -> EngineInfo:
         return engine_info(
