@@ -117,9 +117,13 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "other", "says"),
     [
-        ("compatibility_hash", "else", "compatibility_hash differs: same on P, else on D"),
+        (
+            "compatibility_hash",
+            "else",
+            "compatibility_hash differs: same on the owner, else on the reader",
+        ),
         ("min_protocol_version", PROTOCOL_VERSION + 1, "protocol versions differ"),
-        ("connector", "nixl", "connector differs: local on P, nixl on D"),
+        ("connector", "nixl", "connector differs: local on the owner, nixl on the reader"),
     ],
 )
 def test_p_refuses_a_d_that_differs_and_says_how(
@@ -130,7 +134,9 @@ def test_p_refuses_a_d_that_differs_and_says_how(
         pair.p.accept_link(hello, pair.to_d)
     layout = replace(hello.layout, block_size=32)
     hello = replace(pair.d.hello(), layout=layout)
-    with pytest.raises(KVTransferError, match=r"layout.block_size differs: 16 on P, 32 on D"):
+    with pytest.raises(
+        KVTransferError, match=r"layout.block_size differs: 16 on the owner, 32 on the reader"
+    ):
         pair.p.accept_link(hello, pair.to_d)
     assert value(pair.p_metrics.links) == 0
 
@@ -140,7 +146,7 @@ def test_d_refuses_a_p_that_differs_before_it_reads_its_metadata(pair: Any) -> N
     pair.p.accept_link(pair.d.hello(), pair.to_d)
     welcome = replace(pair.to_d.messages.popleft(), compatibility_hash="else")
     pair.connect()
-    with pytest.raises(KVTransferError, match="compatibility_hash differs: else on P"):
+    with pytest.raises(KVTransferError, match="compatibility_hash differs: else on the owner"):
         pair.d.link_up("p0", welcome, pair.to_p)
     with pytest.raises(KVTransferError, match="dialed p1, p0 answered"):
         pair.d.link_up("p1", welcome, pair.to_p)

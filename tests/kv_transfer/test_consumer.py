@@ -476,7 +476,7 @@ def test_p_says_why_it_has_ended_a_session(world: World, word: str) -> None:
     world.say(ended(session, word))
     lost = world.lost(request)
     assert lost.reason == word.partition(":")[0]
-    assert lost.message == f"P p0 ended it: {word}"
+    assert lost.message == f"p0 ended it: {word}"
     assert lost.num_confirmed_tokens == 16, "D's blocks are its own: P's fence does not touch them"
     world.end(request)
 
@@ -670,7 +670,7 @@ def test_a_claim_for_other_tokens_than_the_requests_loses_it(world: World, is_ea
         request = world.ticket()
         world.say(message)
     lost = world.lost(request)
-    assert lost.message == "P p0 asked for 41 tokens, it has 40"
+    assert lost.message == "p0 asked for 41 tokens, it has 40"
     assert not world.reserve(request)
     world.end(request)
 
@@ -923,7 +923,7 @@ def test_a_pull_does_what_the_table_says(
             case RequestFailed() if event is Event.SESSION_VOID:
                 assert item.error.code is ErrorCode.CANCELLED
                 assert not item.error.is_retryable
-                assert item.error.message == "P p0 ended it: finished"
+                assert item.error.message == "p0 ended it: finished"
                 world.pass_time(1000)
                 assert world.told() == [], "it is not held"
     if request is not None:

@@ -343,7 +343,10 @@ async def test_a_p_that_differs_is_refused_with_what_differs(d: D, start_p: Any)
     p = start_p(compatibility_hash="other")
     d.ticket(p, "r0", [0, 1])
     lost = (await d.wait_for(PullLost)).lost
-    assert "FAILED_PRECONDITION: compatibility_hash differs: other on P, same on D" in lost.message
+    assert (
+        "FAILED_PRECONDITION: compatibility_hash differs: other on the owner, same on the reader"
+        in lost.message
+    )
 
 
 async def test_so_many_workers_that_cannot_be_reached_are_remembered(

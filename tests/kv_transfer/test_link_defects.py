@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from pdserve_common.defects import DEFECTS, watch_event_loop
-from pdserve_engine.kv_transfer.exporting import ExportingConnector
 from pdserve_engine.kv_transfer.links import LinkTable
+from pdserve_engine.kv_transfer.owner import OwnerConnector
 from pdserve_engine.kv_transfer.ports import BlocksClaimed, PullLost, StartAllowed
-from pdserve_engine.kv_transfer.pulling import PullingConnector
+from pdserve_engine.kv_transfer.reader import ReaderConnector
 from pdserve_engine.request.request import RequestStatus
 from pdserve_worker import kv_link_client, kv_link_service
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
@@ -184,8 +184,8 @@ LINK = (
     ),
     *call_sites(kv_link_client, "_write", "_end_of"),
     *call_sites(kv_link_service.KvTransferServicer, "KvLink", "_accept", "_read"),
-    *call_sites(PullingConnector, "hello", "link_up", "link_failed"),
-    *call_sites(ExportingConnector, "accept_link"),
+    *call_sites(ReaderConnector, "hello", "link_up", "link_failed"),
+    *call_sites(OwnerConnector, "accept_link"),
 )
 
 

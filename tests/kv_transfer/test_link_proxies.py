@@ -85,7 +85,9 @@ def test_a_grant_crosses_both_ways(split: Any) -> None:
 
 def test_a_d_that_differs_is_refused_by_name(split: Any) -> None:
     split.d.proxy.identity = make_identity("d0", compatibility_hash="other")
-    with pytest.raises(KVTransferError, match="compatibility_hash differs: same on P, other on D"):
+    with pytest.raises(
+        KVTransferError, match="compatibility_hash differs: same on the owner, other on the reader"
+    ):
         split.connect()
     assert split.p.num_links == 0
 

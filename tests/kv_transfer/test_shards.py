@@ -187,21 +187,19 @@ def region(**fields: Any) -> tuple[KVMemoryRegion, ...]:
 SHARD_FIELDS = set(KVShard.__slots__)
 # Of four heads and two slots, two heads each.
 WRONG = {
-    "rank twice": Wrong({"rank": 0}, r"P p0 numbers its ranks \[0, 0\], not from 0 on"),
-    "rank gap": Wrong({"rank": 2}, r"P p0 numbers its ranks \[0, 2\], not from 0 on"),
+    "rank twice": Wrong({"rank": 0}, r"p0 numbers its ranks \[0, 0\], not from 0 on"),
+    "rank gap": Wrong({"rank": 2}, r"p0 numbers its ranks \[0, 2\], not from 0 on"),
     "first_kv_head beyond": Wrong(
         {"first_kv_head": 3}, "rank 1: first_kv_head 3 and num_kv_heads 2 do not fit, the .* has 4"
     ),
     "first_kv_head twice": Wrong(
-        {"first_kv_head": 1}, "P p0 has slot 0 of KV head 1 in ranks that are no copies"
+        {"first_kv_head": 1}, "p0 has slot 0 of KV head 1 in ranks that are no copies"
     ),
-    "first_kv_head of rank 0": Wrong(
-        {"first_kv_head": 0}, "P p0 has slot 0 of KV head 2 in no rank"
-    ),
+    "first_kv_head of rank 0": Wrong({"first_kv_head": 0}, "p0 has slot 0 of KV head 2 in no rank"),
     "num_kv_heads zero": Wrong(
         {"num_kv_heads": 0}, "rank 1: first_kv_head 2 and num_kv_heads 0 do not fit, the .* has 4"
     ),
-    "num_kv_heads few": Wrong({"num_kv_heads": 1}, "P p0 has slot 0 of KV head 3 in no rank"),
+    "num_kv_heads few": Wrong({"num_kv_heads": 1}, "p0 has slot 0 of KV head 3 in no rank"),
     "num_kv_heads huge": Wrong(
         {"num_kv_heads": 2**32 - 1}, "rank 1: first_kv_head 2 and num_kv_heads 4294967295 do not"
     ),
@@ -211,11 +209,11 @@ WRONG = {
     "num_slots zero": Wrong(
         {"num_slots": 0}, "rank 1: first_slot 0 and num_slots 0 do not fit, the model has 2"
     ),
-    "num_slots few": Wrong({"num_slots": 1}, "P p0 has slot 1 of KV head 2 in no rank"),
-    "memory_type": Wrong({"memory_type": "DISK"}, "P p0, rank 1: memory_type is 'DISK'"),
-    "regions none": Wrong({"regions": ()}, "P p0, rank 1: there is no memory region"),
+    "num_slots few": Wrong({"num_slots": 1}, "p0 has slot 1 of KV head 2 in no rank"),
+    "memory_type": Wrong({"memory_type": "DISK"}, "p0, rank 1: memory_type is 'DISK'"),
+    "regions none": Wrong({"regions": ()}, "p0, rank 1: there is no memory region"),
     "regions num_blocks": Wrong(
-        {"regions": region(num_blocks=8)}, r"P p0 has num_blocks \[9, 8\] in its ranks"
+        {"regions": region(num_blocks=8)}, r"p0 has num_blocks \[9, 8\] in its ranks"
     ),
     "regions no blocks": Wrong(
         {"regions": region(num_blocks=0)}, "rank 1: a memory region is not one: .*num_blocks=0"
@@ -227,7 +225,7 @@ WRONG = {
         {"regions": region(base_address=2**64 - 1)}, "rank 1: a memory region is not one: "
     ),
     "regions too many": Wrong(
-        {"regions": region(num_blocks=2**29)}, "P p0 has num_blocks 536870912, too many"
+        {"regions": region(num_blocks=2**29)}, "p0 has num_blocks 536870912, too many"
     ),
 }
 
@@ -252,7 +250,7 @@ def test_a_rank_that_makes_no_sense_is_refused_by_name(name: str) -> None:
 def test_too_many_ranks_or_none_are_refused(num_ranks: int) -> None:
     layout = layout_of(1, 1)
     welcome = welcome_of([whole_shard(layout)] * num_ranks, layout)
-    with pytest.raises(KVTransferError, match=f"P p0 has {num_ranks} ranks, must be 1 to 64"):
+    with pytest.raises(KVTransferError, match=f"p0 has {num_ranks} ranks, must be 1 to 64"):
         plan_reads(welcome, [whole_shard(layout)], layout)
 
 

@@ -139,7 +139,9 @@ def test_a_p_with_several_ranks_refuses_an_older_d_by_name() -> None:
     p = make_identity("p0", num_ranks=2)
     assert find_mismatch(p, "local", make_hello(make_identity("d0"), "local")) is None
     mismatch = find_mismatch(p, "local", of_version_3(make_hello(make_identity("d0"), "local")))
-    assert mismatch == ("D speaks protocol version 3, which knows workers of one rank: p0 has 2")
+    assert mismatch == (
+        "the reader speaks protocol version 3, which knows workers of one rank: p0 has 2"
+    )
 
 
 def test_a_d_with_several_ranks_refuses_an_older_p_by_name() -> None:
@@ -151,15 +153,21 @@ def test_a_d_with_several_ranks_refuses_an_older_p_by_name() -> None:
     welcome = pair.to_d.messages.popleft()
     pair.close()
     check_welcome(d, "p0", welcome)
-    with pytest.raises(KVTransferError, match=r"P speaks protocol version 3, .*: d0 has 2"):
+    with pytest.raises(KVTransferError, match=r"the owner speaks protocol version 3, .*: d0 has 2"):
         check_welcome(d, "p0", replace(welcome, protocol_version=3))
 
 
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
-        (lambda layout: replace(layout, num_kv_heads=7), "layout.num_kv_heads differs: 1 on P"),
-        (lambda layout: replace(layout, head_bytes=7), "layout.head_bytes differs: 8192 on P"),
+        (
+            lambda layout: replace(layout, num_kv_heads=7),
+            "layout.num_kv_heads differs: 1 on the owner",
+        ),
+        (
+            lambda layout: replace(layout, head_bytes=7),
+            "layout.head_bytes differs: 8192 on the owner",
+        ),
     ],
 )
 def test_heads_are_compared_with_those_who_know_them(

@@ -120,16 +120,16 @@ class Transport(ABC, Generic[PeerT, EndpointT]):
 
     @abstractmethod
     def expect_peer(self) -> None:
-        """P: a peer is about to connect to this pool, so help it along for a while."""
+        """The owner: a peer is about to connect to this pool, so help it along for a while."""
 
     @abstractmethod
     def set_exporting(self, is_exporting: bool) -> None:
-        """P: blocks are announced, so keep progressing for peers that read them."""
+        """The owner: blocks are announced, so keep progressing for peers that read them."""
 
     @abstractmethod
     def poke(self) -> None:
-        """P: a peer is about to read (blocks were announced, it sent a message), so be quick to
-        answer for a while. Only while exporting; cheap.
+        """The owner: a peer is about to read (blocks were announced, it sent a message), so be
+        quick to answer for a while. Only while exporting; cheap.
         """
 
     @abstractmethod
@@ -196,7 +196,7 @@ class KVTransport(Transport[KVLinkWelcome, KVEndpoint]):
 
 def first_read_blocks(layout: KVLayout, num_tokens: int) -> list[int]:
     """Return, per KV group, the first logical block that the token after a prompt of `num_tokens`
-    sees: D needs no earlier one.
+    sees: the reader needs no earlier one.
     """
     return [
         num_skipped_blocks(group.window or None, num_tokens, layout.block_size)

@@ -1,4 +1,4 @@
-"""What P's and D's connectors share: the lock, the open links, and how these end."""
+"""What connectors of owners and readers share: the lock, the open links, and how these end."""
 
 import logging
 import threading

@@ -1,7 +1,7 @@
 """D's side of the handoff: reads the blocks of a prompt out of P's memory while P computes it.
 
 The wishes of the scheduler and the messages of P become events of the CONSUMER table of
-protocol.py; the threads, the links and the READs are in pulling.py.
+protocol.py; the threads, the links and the READs are in reader.py.
 """
 
 import math
@@ -28,7 +28,7 @@ from pdserve_engine.kv_transfer.pull import (
     make_reservation,
 )
 from pdserve_engine.kv_transfer.pull_machine import make_cancel
-from pdserve_engine.kv_transfer.pulling import KindMessage, PullingConnector
+from pdserve_engine.kv_transfer.reader import KindMessage, ReaderConnector
 from pdserve_engine.request.request import Request
 
 # P may ask before D's engine has taken the router's ticket, which it does between two steps,
@@ -45,7 +45,7 @@ _LOSS_REASONS: Mapping[SessionEndReason, LossReason] = {
 }
 
 
-class ConsumerConnector(PullingConnector):
+class ConsumerConnector(ReaderConnector):
     """D's connector of requests whose prompt P computes, a ConsumerPort."""
 
     # ---- the event loop's thread
@@ -178,7 +178,7 @@ class ConsumerConnector(PullingConnector):
         bad = find_bad_blocks(pull, message, self._layout)
         if bad is not None:
             return self._machine.lose_protocol(pull, bad)
-        self._add_read(pull, message)
+        self._machine.add_read(pull, message)
         return self._machine.advance(pull, ConsumerEvent.ANNOUNCED)
 
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
@@ -193,7 +193,7 @@ class ConsumerConnector(PullingConnector):
         reservation.prefill_stats = message.prefill_stats
         pull.timeout_s = min(message.timeout_s, pull.timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
-        self._maybe_complete(pull)
+        self._machine.maybe_complete(pull)
         return True
 
     def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:
@@ -202,7 +202,7 @@ class ConsumerConnector(PullingConnector):
             return False
         if message.reason is SessionEndReason.PREEMPTED:
             return self._on_preempted(pull)
-        text = f"P {link.engine_id} ended it: {message.message}"
+        text = f"{link.engine_id} ended it: {message.message}"
         reason = _LOSS_REASONS.get(message.reason, "session_ended")
         is_void = message.reason in _VOID_REASONS
         event = ConsumerEvent.SESSION_VOID if is_void else ConsumerEvent.SESSION_LOST

@@ -40,19 +40,19 @@ class KVLinkEndpoint(Protocol[MessageT_contra]):
 
 @runtime_checkable
 class KVProducerEndpoint(KVLinkEndpoint[KVLinkRequestMessage], Protocol):
-    """P's end."""
+    """The owner's end."""
 
     def accept_link(
         self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
     ) -> KVLink:
-        """Admit a D; the welcome goes through `handle`. Raises KVTransferError that names what
+        """Admit a reader; the welcome goes through `handle`. Raises KVTransferError that names what
         differs.
         """
 
 
 @runtime_checkable
 class KVConsumerEndpoint(KVLinkEndpoint[KVLinkResponseMessage], Protocol):
-    """D's end."""
+    """The reader's end."""
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
         """Set what dials; each call of it ends in link_up or link_failed."""
@@ -63,8 +63,8 @@ class KVConsumerEndpoint(KVLinkEndpoint[KVLinkResponseMessage], Protocol):
     def link_up(
         self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle[KVLinkRequestMessage]
     ) -> KVLink:
-        """P has welcomed us on a link dialed for `engine_id`. Raises KVTransferError if it is not
-        the P we want; then the caller reports link_failed.
+        """The owner has welcomed us on a link dialed for `engine_id`. Raises KVTransferError if it
+        is not the owner we want; then the caller reports link_failed.
         """
 
     def link_failed(self, engine_id: str, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""What P's and D's connectors share: their open KvLinks, who is still alive, and the handshake."""
+"""What the owner's and the reader's connectors share: their open KvLinks, who is still alive, and
+the handshake.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -22,31 +24,31 @@ from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
 # Version 3 has no words for these.
 RANKS_LAYOUT_FIELDS = ("num_kv_heads", "head_bytes")
 
-# What both sides log of a session that will not bring its KV to D: id and peer, the state that it
-# was in, its age, why, and what comes of it.
+# What both sides log of a session that will not bring its KV to the reader: id and peer, the state
+# that it was in, its age, why, and what comes of it.
 SESSION_LOST = "KV session %s with %s is lost in state %s after %.1f s: %s; %s"
 
 
 @dataclass(slots=True, eq=False)
 class KVLink:
-    """One KvLink as its connector sees it; P gives the number."""
+    """One KvLink as its connector sees it; the owner gives the number."""
 
     number: int
     engine_id: str
     epoch: str
-    # Takes responses on P, requests on D.
+    # Takes responses on the owner, requests on the reader.
     handle: KVLinkHandle[Any]
     # What both ends speak.
     protocol_version: int = PROTOCOL_VERSION
     # By its table's AwakeClock.
     last_heard: float = 0.0
-    # D: the transport's key of this peer.
+    # The reader: the transport's key of this peer.
     peer: str = ""
-    # D: the size of the peer's pool.
+    # The reader: the size of the peer's pool.
     num_blocks: int = 0
 
     def owns(self, session: KVSessionId, d_epoch: str) -> bool:
-        """D: can the session be one of this link (rule K1)?"""
+        """The reader: can the session be one of this link (rule K1)?"""
         ours = (self.epoch, d_epoch, self.number)
         return (session.p_epoch, session.d_epoch, session.link) == ours
 
@@ -127,7 +129,7 @@ class RecentKeys:
 
 
 def make_hello(identity: KVIdentity, connector: str) -> KVLinkHello:
-    """D: what to send first on a new link."""
+    """The reader: what to send first on a new link."""
     has_ranks = identity.num_ranks > 1
     return KVLinkHello(
         min_protocol_version=RANKS_PROTOCOL_VERSION if has_ranks else MIN_PROTOCOL_VERSION,
@@ -141,13 +143,15 @@ def make_hello(identity: KVIdentity, connector: str) -> KVLinkHello:
 
 
 def check_welcome(identity: KVIdentity, engine_id: str, welcome: KVLinkWelcome) -> None:
-    """D: raise KVTransferError unless `welcome` is from the P we dialed and can read from."""
+    """The reader: raise KVTransferError unless `welcome` is from the owner we dialed and can read
+    from.
+    """
     if welcome.engine_id != engine_id:
         raise KVTransferError(f"dialed {engine_id}, {welcome.engine_id} answered")
     if not MIN_PROTOCOL_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
-        raise KVTransferError(f"P wants protocol version {welcome.protocol_version}")
+        raise KVTransferError(f"the owner wants protocol version {welcome.protocol_version}")
     if identity.num_ranks > 1 and welcome.protocol_version < RANKS_PROTOCOL_VERSION:
-        raise KVTransferError(_too_old_for_ranks(identity, "P", welcome.protocol_version))
+        raise KVTransferError(_too_old_for_ranks(identity, "the owner", welcome.protocol_version))
     # Before anything of the transport's metadata is looked at.
     mismatch = find_hash_mismatch(welcome.compatibility_hash, identity.compatibility_hash)
     if mismatch is not None:
@@ -155,27 +159,30 @@ def check_welcome(identity: KVIdentity, engine_id: str, welcome: KVLinkWelcome) 
 
 
 def find_mismatch(identity: KVIdentity, connector: str, hello: KVLinkHello) -> str | None:
-    """P: say why D cannot read our blocks, naming what differs, or return None if it can."""
+    """The owner: say why the reader cannot read our blocks, naming what differs, or return None if
+    it can.
+    """
     version = common_version(hello)
     if not max(MIN_PROTOCOL_VERSION, hello.min_protocol_version) <= version:
         return (
-            f"protocol versions differ: P speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
-            f"D {hello.min_protocol_version} to {hello.max_protocol_version}"
+            "protocol versions differ: the owner speaks "
+            f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
+            f"the reader {hello.min_protocol_version} to {hello.max_protocol_version}"
         )
     knows_ranks = version >= RANKS_PROTOCOL_VERSION
     if identity.num_ranks > 1 and not knows_ranks:
-        return _too_old_for_ranks(identity, "D", version)
+        return _too_old_for_ranks(identity, "the reader", version)
     if hello.connector != connector:
-        return f"connector differs: {connector} on P, {hello.connector} on D"
+        return f"connector differs: {connector} on the owner, {hello.connector} on the reader"
     for name in KVLayout.__slots__:
         ours, theirs = getattr(identity.layout, name), getattr(hello.layout, name)
         if ours != theirs and (knows_ranks or name not in RANKS_LAYOUT_FIELDS):
-            return f"layout.{name} differs: {ours} on P, {theirs} on D"
+            return f"layout.{name} differs: {ours} on the owner, {theirs} on the reader"
     return find_hash_mismatch(identity.compatibility_hash, hello.compatibility_hash)
 
 
 def common_version(hello: KVLinkHello) -> int:
-    """P: return the newest protocol version that both may speak."""
+    """The owner: return the newest protocol version that both may speak."""
     return min(PROTOCOL_VERSION, hello.max_protocol_version)
 
 
@@ -190,6 +197,6 @@ def find_hash_mismatch(p_hash: str, d_hash: str) -> str | None:
     if p_hash == d_hash:
         return None
     return (
-        f"compatibility_hash differs: {p_hash} on P, {d_hash} on D "
+        f"compatibility_hash differs: {p_hash} on the owner, {d_hash} on the reader "
         "(model, quantization, weights, tokenizer, dtype, layout or logits processors)"
     )

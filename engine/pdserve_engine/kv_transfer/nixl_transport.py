@@ -1,10 +1,10 @@
 """KV transport over NIXL: one thread owns the agent and all READs.
 
-UCX makes progress only inside NIXL calls, so the thread polls while a READ is outstanding, and P's
-pumps from its first peer on: often while peers connect or are told of blocks, else now and then,
-for READs that were given up and have not landed. Without peers it sleeps on its queue. A READ
-needs P to answer once, over shared memory too now and then; what P sends over TCP it sends within
-that one call.
+UCX makes progress only inside NIXL calls, so the thread polls while a READ is outstanding, and the
+owner's pumps from its first peer on: often while peers connect or are told of blocks, else now and
+then, for READs that were given up and have not landed. Without peers it sleeps on its queue. A READ
+needs the owner to answer once, over shared memory too now and then; what the owner sends over TCP
+it sends within that one call.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 MIN_POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 MIN_PUMP_S = 100e-6
-# Below 3% of a core for sessions that nobody reads. Only a D that reads late meets it: when P has
-# told of blocks it pumps often.
+# Below 3% of a core for sessions that nobody reads. Only a reader that reads late meets it: when
+# the owner has told of blocks it pumps often.
 MAX_PUMP_S = 10e-3
 # A READ that is posted while nothing is exported has been given up already: nobody waits for it.
 IDLE_PUMP_S = 20e-3
 # A call into UCX that takes this long has served a peer; an idle one takes a few microseconds.
 SERVED_S = 200e-6
-# How long a peer may take to connect, and P helps it to.
+# How long a peer may take to connect, and the owner helps it to.
 CONNECT_S = 5.0
 # Registering a large pool with a NIC may take minutes: it pins every page.
 REGISTER_S = 600.0

@@ -1,5 +1,5 @@
-"""Reads a prefix that another worker has cached before the rest of the prompt is computed here: the
-handoff with its roles turned round, so D is this worker, and P the one that has the prefix.
+"""Reads a prefix that another worker has cached before the rest of the prompt is computed here. The
+reader is a prefill worker here, and the owner a decode worker.
 """
 
 from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource
@@ -9,7 +9,7 @@ from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import CONSUMER, ConsumerEvent, ConsumerState
 from pdserve_engine.kv_transfer.pull import Pull, PullKey, find_bad_prefix, make_reservation
-from pdserve_engine.kv_transfer.pulling import KindMessage, PullingConnector
+from pdserve_engine.kv_transfer.reader import KindMessage, ReaderConnector
 from pdserve_engine.request.request import Request
 
 # Reasons to end a session that are nobody's failure.
@@ -28,8 +28,8 @@ MIN_BYTES_PER_S = 1e9
 OUTCOMES = ("pulled", "not_cached", "failed", "given_up")
 
 
-class PrefixConsumer(PullingConnector):
-    """D's connector of prefixes, a PrefixConsumerPort."""
+class PrefixConsumer(ReaderConnector):
+    """The reader's connector of prefixes, a PrefixConsumerPort."""
 
     def __init__(self, context: ConnectorContext, *, timeout_s: float = 0.25) -> None:
         """A prefix is waited for `timeout_s`, and for as long as its bytes take."""
@@ -117,7 +117,7 @@ class PrefixConsumer(PullingConnector):
             or ConsumerEvent.PREFIX_READY not in CONSUMER[pull.state]
             or blocks.session in self._machine.by_session
         ):
-            return False  # it was given up, as P will hear
+            return False  # it was given up, as the owner will hear
         bad = find_bad_prefix(pull, blocks, self._layout)
         if bad is not None:
             return self._machine.lose_protocol(pull, bad)
@@ -126,10 +126,10 @@ class PrefixConsumer(PullingConnector):
         pull.num_tokens = num_blocks * self._layout.block_size
         pull.block_hashes = pull.block_hashes[: len(blocks.block_ids[0])]
         pull.granted.prefill_done_at = self._clock()
-        self._add_read(pull, blocks)
+        self._machine.add_read(pull, blocks)
         self._machine.advance(pull, ConsumerEvent.PREFIX_READY)
         if ConsumerEvent.COMPLETED in CONSUMER[pull.state]:  # it may be lost already
-            self._maybe_complete(pull)
+            self._machine.maybe_complete(pull)
         return True
 
     def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:

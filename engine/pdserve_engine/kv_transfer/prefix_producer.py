@@ -1,8 +1,8 @@
-"""Lends blocks of this worker's prefix cache to a worker that is to compute what comes after them:
-the handoff with its roles turned round, so P is this worker, and D the one that asks.
+"""Lends blocks of this worker's prefix cache to a worker that is to compute what comes after them.
+The owner is a decode worker here, and the reader a prefill worker.
 
-The scheduler looks for the blocks and holds them; what it found is the session's until D has read
-it.
+The scheduler looks for the blocks and holds them; what it found is the session's until the reader
+has read it.
 """
 
 import dataclasses
@@ -10,21 +10,21 @@ import dataclasses
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import CancelRequest, PrefixRequest, SessionEndReason
 from pdserve_engine.kv_transfer.base import ConnectorContext
-from pdserve_engine.kv_transfer.exporting import ExportingConnector, KindMessage
 from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.owner import KindMessage, OwnerConnector
 from pdserve_engine.kv_transfer.ports import PrefixWanted
 from pdserve_engine.kv_transfer.protocol import ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
 
-# D gives a prefix up much sooner, and says so: this is for one that says nothing.
+# The reader gives a prefix up much sooner, and says so: this is for one that says nothing.
 HOLD_S = 30.0
 # Prefixes that are looked for or lent at once.
 MAX_PREFIXES = 64
 HASH_BYTES = 32
 
 
-class PrefixProducer(ExportingConnector):
-    """P's connector of prefixes, a PrefixProducerPort."""
+class PrefixProducer(OwnerConnector):
+    """The owner's connector of prefixes, a PrefixProducerPort."""
 
     def __init__(self, context: ConnectorContext, *, num_blocks: int) -> None:
         """No prefix can have more than `num_blocks` blocks."""
@@ -34,7 +34,7 @@ class PrefixProducer(ExportingConnector):
     # ---- the event loop's thread
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
-        """Nothing: D dials."""
+        """Nothing: the reader dials."""
 
     # ---- the engine thread
 

@@ -1,7 +1,7 @@
 """P's side of the handoff: has D reserve blocks before a prefill starts, announces what the prefill
 has written, and keeps it until D has read it.
 
-The threads, the links and the releases are in exporting.py.
+The threads, the links and the releases are in owner.py.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.metrics import begin
 from pdserve_engine.kv_transfer.base import ConnectorContext
-from pdserve_engine.kv_transfer.exporting import ExportingConnector, KindMessage
 from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
+from pdserve_engine.kv_transfer.owner import KindMessage, OwnerConnector
 from pdserve_engine.kv_transfer.protocol import ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
 from pdserve_engine.request.request import Request, RequestStatus
@@ -36,7 +36,7 @@ _END_REASONS = {
 }
 
 
-class ProducerConnector(ExportingConnector):
+class ProducerConnector(OwnerConnector):
     """P's connector of requests that are decoded elsewhere, a ProducerPort."""
 
     def __init__(self, context: ConnectorContext) -> None:

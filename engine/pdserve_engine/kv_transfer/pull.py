@@ -1,5 +1,5 @@
-"""One request's pull on D: its state, the blocks reserved for it, the reads into them, and what P's
-announcements must look like. All of it is guarded by the connector's lock.
+"""One request's pull on the reader: its state, the blocks reserved for it, the reads into them, and
+what the owner's announcements must look like. All of it is guarded by the connector's lock.
 """
 
 import math
@@ -28,7 +28,7 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.request.request import Request
 
-# (engine id of P, request id, attempt): one P cannot touch what another one computes.
+# (engine id of the owner, request id, attempt): one owner cannot touch what another one computes.
 PullKey = tuple[str, str, int]
 
 # Why a pull was given up; all but the last are values of a metric's label.
@@ -39,13 +39,13 @@ LossReason = Literal[
 FAILURE_REASONS = tuple(reason for reason in get_args(LossReason) if reason != "aborted")
 
 
-# P may owe an answer to a release.
+# The owner may owe an answer to a release.
 READING_STATES = (ConsumerState.PULLING, ConsumerState.LANDED, ConsumerState.FETCHING)
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The READ of one announced chunk: what D lacks of it, of all KV groups."""
+    """The READ of one announced chunk: what the reader lacks of it, of all KV groups."""
 
     pull: "Pull"
     reservation: "Reservation"
@@ -65,10 +65,10 @@ class Read:
 @dataclass(slots=True, eq=False)
 class Reservation:
     """What is reserved for a granted pull, and how much of it has come. Blocks are counted from the
-    request's first one; those before first_block are cached on D.
+    request's first one; those before first_block are cached on the reader.
     """
 
-    # Per KV group, all blocks of the request on D, some null.
+    # Per KV group, all blocks of the request on the reader, some null.
     block_ids: tuple[tuple[int, ...], ...]
     first_block: int
     # Grants are taken back in the opposite order.
@@ -77,7 +77,7 @@ class Reservation:
     num_released: int
     num_confirmed: int
     reads: list[Read] = field(default_factory=list)
-    # P owes an answer to a release until then.
+    # The owner owes an answer to a release until then.
     ack_deadline: float = math.inf
     output_token_ids: tuple[int, ...] = ()
     prefill_stats: PrefillStats | None = None
@@ -122,7 +122,8 @@ class Reservation:
         ]
 
     def stats(self, now: float) -> KVTransferStats:
-        """What it has cost when P's last message, an acknowledgement or PrefillDone, came at `now`.
+        """What it has cost when the owner's last message, an acknowledgement or PrefillDone, came
+        at `now`.
 
         release_ack_s is the whole wait for it, hidden or not.
         """
@@ -151,12 +152,12 @@ class Pull:
     # It waits so long from its last event, and so until then.
     timeout_s: float
     deadline: float
-    # Whose KV P is to send: as P says while EARLY, then as the request has.
+    # Whose KV the owner is to send: as the owner says while EARLY, then as the request has.
     num_tokens: int = 0
     # None while EARLY.
     request: Request | None = None
-    # P's session and the link it came over, from P's asking on, and when that was, for the
-    # scheduler.
+    # The owner's session and the link it came over, from the owner's asking on, and when that was,
+    # for the scheduler.
     session: KVSessionId | None = None
     link: KVLink | None = None
     asked_time: float = 0.0
@@ -164,11 +165,12 @@ class Pull:
     reservation: Reservation | None = None
     # Of a prefix: the blocks that are asked for.
     block_hashes: tuple[bytes, ...] = ()
-    # P has ended it, and nothing has gone wrong.
+    # The owner has ended it, and nothing has gone wrong.
     is_void: bool = False
     # Blocks of the reservation that was given back last, under READs that had not landed by then.
     kept: frozenset[int] = frozenset()
-    # D's own blocks are about to change hands. P's fences say nothing about what D has confirmed.
+    # The reader's own blocks are about to change hands. The owner's fences say nothing about what
+    # the reader has confirmed.
     is_fenced: bool = False
     # Why it was given up, once it is lost.
     reason: LossReason = "aborted"
@@ -212,7 +214,7 @@ class Pull:
             self.reservation.ack_deadline += seconds
 
     def num_confirmed_tokens(self, block_size: int) -> int:
-        """Tokens from the request's start whose KV is on D and right, and stays."""
+        """Tokens from the request's start whose KV is on the reader and right, and stays."""
         if self.reservation is None or self.is_fenced:
             return 0
         return min(self.reservation.num_confirmed * block_size, self.num_tokens)
@@ -234,8 +236,8 @@ def make_reservation(
 
 
 def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> Read:
-    """Return the READ of an announced chunk into the same logical blocks of D, without those that
-    the token after the prompt does not see. `message` has passed find_bad_blocks.
+    """Return the READ of an announced chunk into the same logical blocks of the reader, without
+    those that the token after the prompt does not see. `message` has passed find_bad_blocks.
     """
     reservation = pull.granted
     start = message.first_block

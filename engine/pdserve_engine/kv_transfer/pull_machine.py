@@ -1,5 +1,5 @@
-"""Takes the steps of D's pulls: carries out the CONSUMER table of protocol.py, and keeps account of
-what it has led to. Not thread-safe: the consumer's lock guards all of it.
+"""Takes the steps of the reader's pulls: carries out the CONSUMER table of protocol.py, and keeps
+account of what it has led to. Not thread-safe: the consumer's lock guards all of it.
 
 An action may bring the next event, as when there is nothing to read of a chunk; so a pull's state
 is set before its actions are carried out.
@@ -9,10 +9,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from pdserve_common.engine_types import KVLost
 from pdserve_common.errors import KVExpiredError, KVTransferError, RequestAbortedError
 from pdserve_common.kv_types import (
+    BlocksReady,
     CancelRequest,
     Granted,
     KVLinkRequestMessage,
@@ -20,15 +22,17 @@ from pdserve_common.kv_types import (
     Later,
     PrefixRequest,
     Release,
+    ReleaseAck,
     Revoke,
 )
 from pdserve_common.logging import log_request
-from pdserve_engine.kv_transfer.base import ConnectorContext
+from pdserve_engine.kv_transfer.base import ConnectorContext, ReadResult
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
 from pdserve_engine.kv_transfer.machine import check_carried_out, take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
+    BlocksFreed,
     BlocksLanded,
     KVEvent,
     PullFinished,
@@ -40,18 +44,27 @@ from pdserve_engine.kv_transfer.protocol import (
     ConsumerAction,
     ConsumerEvent,
     ConsumerState,
+    ReadAction,
     ReadEvent,
+    ReadState,
 )
-from pdserve_engine.kv_transfer.pull import LossReason, Pull, PullKey, Read
+from pdserve_engine.kv_transfer.pull import (
+    LossReason,
+    Pull,
+    PullKey,
+    Read,
+    make_read,
+    num_blocks_of,
+)
 from pdserve_engine.request.request import Request
 
 logger = logging.getLogger(__name__)
 
-ACK_TIMEOUT_S = 5.0  # P answers at once
+ACK_TIMEOUT_S = 5.0  # The owner answers at once
 # How long a lost pull waits for the router's decision, from when the router can know (K6).
 HOLD_S = 5.0
 
-# P has a session of ours open.
+# The owner has a session of ours open.
 _SESSION_STATES = frozenset(
     {
         ConsumerState.EARLY,
@@ -62,35 +75,38 @@ _SESSION_STATES = frozenset(
         ConsumerState.FETCHING,
     }
 )
-# It waits for P or for the scheduler.
+# It waits for the owner or for the scheduler.
 _WAITING_STATES = _SESSION_STATES | {ConsumerState.TICKET, ConsumerState.REQUESTED}
 _OVER_STATES = frozenset({ConsumerState.ACCEPTED, ConsumerState.ENDED})
-# P has not kept the blocks for as long as it took, or D's pool changes hands.
+# The owner has not kept the blocks for as long as it took, or the reader's pool changes hands.
 _EXPIRY_REASONS = frozenset({"expired", "fenced", "not_valid"})
 
 
 class PullMachine:
-    """The pulls of one D and what the scheduler is to hear of them.
-
-    `post` starts a READ, or raises KVTransferError; how it ends is for the caller to take.
-    """
+    """The pulls of one reader, their READs, and what the scheduler is to hear of them."""
 
     def __init__(
         self,
         context: ConnectorContext,
         *,
         link_of: Callable[[str], KVLink | None],
-        post: Callable[[Read], None],
+        on_read_done: Callable[[Read, ReadResult], None],
+        on_read_stalled: Callable[[Read], None],
     ) -> None:
+        """How a READ ends is told on the transfer thread, without the lock."""
+        self._transport = context.transport
+        self._read_timeout_s = context.read_timeout_s
         self._layout = context.identity.layout
         self._metrics = context.metrics
         self._link_of = link_of
-        self._post = post
+        self._on_read_done = on_read_done
+        self._on_read_stalled = on_read_stalled
         self._wakeup = context.wakeup
         self._clock = context.clock
         self.pulls: dict[PullKey, Pull] = {}
         self.by_session: dict[KVSessionId, Pull] = {}
-        # Requests that are over here, so that P need not wait for an answer when it asks for them.
+        # Requests that are over here, so that the owner need not wait for an answer when it asks
+        # for them.
         self.ended = RecentKeys()
         self.num_in: Counter[ConsumerState] = Counter()
         self._num_zombies = 0
@@ -124,7 +140,7 @@ class PullMachine:
     def check_idle(self) -> None:
         """Raise AssertionError, with what is left, unless nothing is of any pull."""
         assert not self.pulls, f"not over: {list(self.pulls)}"
-        assert not self.by_session, f"P may still name {list(self.by_session)}"
+        assert not self.by_session, f"the owner may still name {list(self.by_session)}"
         assert not +self.num_in, f"counted: {+self.num_in}"
         assert self._num_zombies == 0, f"{self._num_zombies} READs have not landed"
 
@@ -154,13 +170,6 @@ class PullMachine:
         """Have the scheduler hear of it."""
         self._kv_events.append(event)
         self._wakeup()
-
-    def zombie_landed(self, pull: Pull) -> None:
-        """A READ of a pull that is over has landed."""
-        self._num_zombies -= 1
-        self._metrics.zombie_reads.set(self._num_zombies)
-        text = "a READ from %s that was given up has landed; %d more may"
-        _log(pull, logging.INFO, text, pull.engine_id, self._num_zombies)
 
     def is_claim_pending(self, request: Request) -> bool:
         """Is there a claim of the request that the scheduler has not heard of yet?"""
@@ -192,8 +201,71 @@ class PullMachine:
         return self.advance(pull, event)
 
     def lose_protocol(self, pull: Pull, what: str) -> bool:
-        message = f"P {pull.engine_id} {what}"
+        message = f"{pull.engine_id} {what}"
         return self.lose(pull, ConsumerEvent.GIVEN_UP, "protocol", message)
+
+    # ---- blocks, from their announcement to the owner's acknowledgement
+
+    def add_read(self, pull: Pull, message: BlocksReady) -> None:
+        """Note what the next POST_READ posts. `message` has passed find_bad_blocks."""
+        read = make_read(pull, message, self._layout)
+        read.reservation.reads.append(read)
+        read.reservation.num_announced = read.end_block
+
+    def apply_read_result(self, read: Read, result: ReadResult, num_wrong_blocks: int) -> None:
+        """Nothing writes into the READ's blocks any more."""
+        pull = read.pull
+        read.reservation.count_landed(result, self._clock())
+        if result.is_ok:
+            by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
+            by_transport.inc(result.num_bytes)
+        if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
+            self._on_zombie_landed(pull)
+            self.tell(BlocksFreed(read.local_block_ids))
+        elif not result.is_ok:
+            self.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
+        elif num_wrong_blocks:
+            self._metrics.checksum_mismatches.inc(num_wrong_blocks)
+            message = f"{num_wrong_blocks} blocks of {pull.engine_id} came with a wrong checksum"
+            self.lose(pull, ConsumerEvent.READ_FAILED, "checksum", message)
+        elif self.advance(pull, ConsumerEvent.READ_LANDED):
+            self.maybe_complete(pull)
+
+    def give_read_up(self, read: Read) -> None:
+        """It makes no progress, but may land at any time: its blocks stay until it is done."""
+        if read.state is ReadState.POSTED:
+            message = f"READ stalled for {self._read_timeout_s:g} s"
+            self.lose(read.pull, ConsumerEvent.READ_FAILED, "stall", message)
+
+    def apply_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
+        """Return False if it makes no sense."""
+        if ConsumerEvent.CONFIRMED not in CONSUMER[pull.state]:
+            return False
+        reservation = pull.granted
+        if not reservation.num_confirmed < message.through_block <= reservation.num_released:
+            return False
+        if not message.valid:
+            text = f"{pull.engine_id} had ended the session before its blocks were read"
+            return self.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", text)
+        reservation.num_confirmed = message.through_block
+        self.advance(pull, ConsumerEvent.CONFIRMED)
+        self.maybe_complete(pull)
+        return True
+
+    def maybe_complete(self, pull: Pull) -> None:
+        """Go on if everything has landed, and end if all of it is confirmed."""
+        reservation, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
+        if reservation.prefill_done_at < math.inf and reservation.num_landed == num_blocks:
+            self.advance(pull, ConsumerEvent.ALL_LANDED)
+            if reservation.num_confirmed == num_blocks:
+                self.advance(pull, ConsumerEvent.COMPLETED)
+
+    def _on_zombie_landed(self, pull: Pull) -> None:
+        """A READ of a pull that is over has landed."""
+        self._num_zombies -= 1
+        self._metrics.zombie_reads.set(self._num_zombies)
+        text = "a READ from %s that was given up has landed; %d more may"
+        _log(pull, logging.INFO, text, pull.engine_id, self._num_zombies)
 
     # ---- what the steps do
 
@@ -218,8 +290,16 @@ class PullMachine:
             read.advance(ReadEvent.LANDED)
             self.advance(pull, ConsumerEvent.READ_LANDED)
             return
+        assert pull.link is not None, "a pull has a link while blocks are announced"
         try:
-            self._post(read)
+            self._transport.read(
+                pull.link.peer,
+                read.remote_block_ids,
+                read.local_block_ids,
+                self._read_timeout_s,
+                partial(self._on_read_done, read),
+                partial(self._on_read_stalled, read),
+            )
         except KVTransferError as error:
             read.advance(ReadEvent.LANDED)  # nothing was posted that could land
             self.lose(pull, ConsumerEvent.READ_FAILED, "read_error", error.message)
@@ -293,7 +373,7 @@ class PullMachine:
         _log(pull, logging.WARNING, text, HOLD_S)
 
     def _void_request(self, pull: Pull) -> None:
-        """Nobody's fault: the router knows of it from P's own output."""
+        """Nobody's fault: the router knows of it from the owner's own output."""
         pull.deadline = math.inf
         self.tell(RequestFailed(pull.ticket, RequestAbortedError(pull.message).to_engine_error()))
 

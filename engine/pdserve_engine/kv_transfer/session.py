@@ -1,4 +1,6 @@
-"""One session as P sees it: which blocks D reads, what is announced, released and kept of them."""
+"""One session as the owner sees it: which blocks the reader reads, what is announced, released and
+kept of them.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,18 +14,18 @@ from pdserve_engine.request.request import Request
 
 
 class SessionKey(NamedTuple):
-    """Names a request to its D."""
+    """Names a request to its reader."""
 
-    engine_id: str  # of D
+    engine_id: str  # of the reader
     request_id: str
     attempt: int
 
 
 class Session:
-    """A session on P. Blocks are counted from the request's start, alike in every KV group.
+    """A session on the owner. Blocks are counted from the request's start, alike in every KV group.
 
-    All numbers of blocks grow: first_block <= num_announced <= num_blocks, and D has released
-    num_released <= num_announced of them. Guarded by its connector's lock.
+    All numbers of blocks grow: first_block <= num_announced <= num_blocks, and the reader has
+    released num_released <= num_announced of them. Guarded by its connector's lock.
     """
 
     __slots__ = (
@@ -58,7 +60,7 @@ class Session:
         now: float,
         deadline: float,
     ) -> None:
-        """`num_tokens`: whose KV D pulls. Without a request for a prefix."""
+        """`num_tokens`: whose KV the reader pulls. Without a request for a prefix."""
         self.key = key
         self._request = request
         self.state = state
@@ -67,18 +69,18 @@ class Session:
         # Why it is over, and the same for people.
         self.reason = SessionEndReason.UNSPECIFIED
         self.message = ""
-        # Both are set when D's link is up.
+        # Both are set when the reader's link is up.
         self.link: KVLink | None = None
         self.id: KVSessionId | None = None
         self.num_tokens = num_tokens
         self.num_blocks = -(-self.num_tokens // layout.block_size)
         self._first_reads = first_read_blocks(layout, self.num_tokens)
-        # D has those before it.
+        # The reader has those before it.
         self.first_block = 0
-        # Ids of blocks that are written, per group; NULL_BLOCK_ID where D reads none.
+        # Ids of blocks that are written, per group; NULL_BLOCK_ID where the reader reads none.
         self.block_ids: list[list[int]] = [[] for _ in layout.groups]
         self.num_announced = 0
-        # D's last release, and the furthest.
+        # The reader's last release, and the furthest.
         self.release: Release | None = None
         self.num_released = 0
         # Blocks before it are the request's, or have been given back.
@@ -99,20 +101,20 @@ class Session:
 
     @property
     def open_id(self) -> KVSessionId:
-        assert self.id is not None, "D has been asked over its link"
+        assert self.id is not None, "the reader has been asked over its link"
         return self.id
 
     @property
     def is_exported(self) -> bool:
-        """May D be reading?"""
+        """May the reader be reading?"""
         return self.num_announced > self.first_block
 
     def start_at(self, first_block: int) -> None:
-        """D has the blocks before `first_block`."""
+        """The reader has the blocks before `first_block`."""
         self.first_block = self.num_announced = first_block
 
     def limit_to(self, num_blocks: int, block_size: int) -> None:
-        """P has no more than the first `num_blocks` of the prefix."""
+        """The owner has no more than the first `num_blocks` of the prefix."""
         self.num_blocks = num_blocks
         self.num_tokens = num_blocks * block_size
 

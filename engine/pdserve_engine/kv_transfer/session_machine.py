@@ -1,8 +1,8 @@
-"""Takes the steps of P's sessions: carries out the PRODUCER table of protocol.py, and keeps account
-of what it has led to. Not thread-safe: the producer's lock guards all of it.
+"""Takes the steps of the owner's sessions: carries out the PRODUCER table of protocol.py, and keeps
+account of what it has led to. Not thread-safe: the producer's lock guards all of it.
 
-Sessions that are not over are in `_sessions`, those that D knows of in `_open` as well; leaving
-both is the fence (rule K3).
+Sessions that are not over are in `_sessions`, those that the reader knows of in `_open` as well;
+leaving both is the fence (rule K3).
 """
 
 import logging
@@ -50,8 +50,8 @@ from pdserve_engine.request.request import Request
 logger = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 4096
-# How long a session waits for its D to dial, which it does when it hears of the request, also in
-# the midst of a step.
+# How long a session waits for its reader to dial, which it does when it hears of the request, also
+# in the midst of a step.
 LINK_WAIT_S = 5.0
 # Why the events that end sessions do; FINISHED brings its own reason.
 _REASONS: Mapping[ProducerEvent, SessionEndReason] = {
@@ -71,7 +71,7 @@ _LOSSES = frozenset({ProducerEvent.EXPIRED, ProducerEvent.FENCED, ProducerEvent.
 
 
 class SessionMachine:
-    """The sessions of one P, and what the scheduler and Ds are to hear of them."""
+    """The sessions of one owner, and what the scheduler and readers are to hear of them."""
 
     def __init__(
         self, context: ConnectorContext, *, link_of: Callable[[str], KVLink | None]
@@ -93,9 +93,9 @@ class SessionMachine:
         self._open: dict[KVSessionId, Session] = {}
         self._num_exported = 0
         self._kv_events: list[KVEvent] = []
-        # Requests that the scheduler is told to end: D knows already.
+        # Requests that the scheduler is told to end: the reader knows already.
         self._failed: set[Request] = set()
-        # For Ds whose link is not here yet: until when to keep it, and what to tell.
+        # For readers whose link is not here yet: until when to keep it, and what to tell.
         self._undelivered: OrderedDict[tuple[str, str], tuple[float, SessionEnded]] = OrderedDict()
         # All but SEND_INVALID_ACK, which is for sessions that are in no map any more: `refuse`.
         self._actions: Mapping[ProducerAction, Callable[[Session], None]] = {
@@ -121,7 +121,7 @@ class SessionMachine:
     def check_idle(self) -> None:
         """Raise AssertionError, with what is left, unless nothing is of any session."""
         assert not self._sessions, f"not over: {list(self._sessions)}"
-        assert not self._open, f"D may still name {list(self._open)}"
+        assert not self._open, f"the reader may still name {list(self._open)}"
         assert self._num_exported == 0, f"{self._num_exported} sessions are exported"
         assert not self._failed, f"waiting for their end: {self._failed}"
 
@@ -174,13 +174,13 @@ class SessionMachine:
         return True
 
     def add(self, request: Request) -> Session:
-        """Begin a session, to be opened when D's link is up."""
+        """Begin a session, to be opened when the reader's link is up."""
         num_tokens = request.num_prompt_tokens + len(request.core_request.resume_output_token_ids)
         key = _key_of(request)
         return self._add(key, ProducerState.ASKING, num_tokens, LINK_WAIT_S, request)
 
     def add_prefix(self, link: KVLink, wanted: PrefixRequest) -> Session:
-        """D asks for a prefix: begin a session, to be opened when its blocks are found."""
+        """The reader asks for a prefix: begin a session, to be opened when its blocks are found."""
         key = SessionKey(link.engine_id, wanted.request_id, wanted.attempt)
         num_blocks = wanted.first_block + len(wanted.block_hashes)
         num_tokens = num_blocks * self._identity.layout.block_size
@@ -212,7 +212,7 @@ class SessionMachine:
         return session
 
     def open(self, session: Session, link: KVLink) -> None:
-        """D's link is up: ask it for blocks."""
+        """The reader's link is up: ask it for blocks."""
         self.give_id(session, link)
         session.deadline = self._clock() + self._session_timeout_s
         message = GrantRequest(
@@ -224,7 +224,7 @@ class SessionMachine:
         link.handle.send(message)
 
     def give_id(self, session: Session, link: KVLink) -> None:
-        """D is about to hear of the session (rule K1)."""
+        """The reader is about to hear of the session (rule K1)."""
         session.link = link
         session.id = KVSessionId(
             p_epoch=self._identity.epoch,
@@ -236,7 +236,7 @@ class SessionMachine:
         self._open[session.id] = session
 
     def open_waiting(self, link: KVLink) -> None:
-        """A D has dialed: tell it what it has missed and ask it for what waits."""
+        """A reader has dialed: tell it what it has missed and ask it for what waits."""
         for key in [key for key in self._undelivered if key[0] == link.engine_id]:
             link.handle.send(self._undelivered.pop(key)[1])
         for session in self._sessions.values():
@@ -244,7 +244,7 @@ class SessionMachine:
                 self.open(session, link)
 
     def expire(self, now: float, overslept_s: float) -> None:
-        """End what is overdue, `overslept_s` of which is not D's delay but our own."""
+        """End what is overdue, `overslept_s` of which is not the reader's delay but our own."""
         for session in self.all():
             session.deadline += overslept_s
             if session.deadline <= now:
@@ -253,7 +253,9 @@ class SessionMachine:
             self._undelivered.popitem(last=False)
 
     def tell_end(self, request: Request, reason: SessionEndReason) -> None:
-        """The request ends on P without a session: D's ticket is void, unless D knows."""
+        """The request ends on the owner without a session: the reader's ticket is void, unless the
+        reader knows.
+        """
         if request in self._failed:
             self._failed.discard(request)
         else:
@@ -300,7 +302,7 @@ class SessionMachine:
             return None
         if not was_exported:
             self._export(1)
-        # The message has no null blocks: D does not read those entries.
+        # The message has no null blocks: the reader does not read those entries.
         return BlocksReady(
             session=session.open_id,
             first_block=first_block,
@@ -403,7 +405,7 @@ class SessionMachine:
             self.tell(BlocksFreed(block_ids))
 
     def _export(self, change: int) -> None:
-        """One session more, or less, of which D may be reading."""
+        """One session more, or less, of which the reader may be reading."""
         was_exporting = self._num_exported > 0
         self._num_exported += change
         if (self._num_exported > 0) is not was_exporting:
@@ -412,8 +414,8 @@ class SessionMachine:
     def _checksums(
         self, session: Session, groups: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...], ...]:
-        """Per group one for each block and KV head, 0 for blocks that D does not read; none for a
-        D that knows others.
+        """Per group one for each block and KV head, 0 for blocks that the reader does not read;
+        none for a the reader that knows others.
         """
         link, checksum = session.link, self._checksum
         assert link is not None, "what is announced has a link"

@@ -1,8 +1,9 @@
-"""Which rank of D reads which bytes of which rank of P.
+"""Which rank of the reader reads which bytes of which rank of the owner.
 
 All ranks of a worker have the same block ids, and each has a pool with its own part of every block:
-some KV heads (tensor parallelism), of these some slots (pipeline stages). P and D may be cut
-differently. A rank of D reads what its part has in common with those of P's ranks.
+some KV heads (tensor parallelism), of these some slots (pipeline stages). The owner and the reader
+may be cut differently. A rank of the reader reads what its part has in common with those of the
+owner's ranks.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ MAX_RANKS = 64
 
 
 class KVSlice(NamedTuple):
-    """Bytes that are the same in a block of P's rank and in one of D's."""
+    """Bytes that are the same in a block of the owner's rank and in one of the reader's."""
 
     remote_offset: int
     local_offset: int
@@ -25,9 +26,11 @@ class KVSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPeer:
-    """A rank of P as a rank of D reads from it. The endpoint's regions hold `num_blocks`."""
+    """A rank of the owner as a rank of the reader reads from it. The endpoint's regions hold
+    `num_blocks`.
+    """
 
-    # P's, and its start.
+    # The owner's, and its start.
     engine_id: str
     epoch: str
     # The rank's to transports.
@@ -62,8 +65,8 @@ def whole_shard(layout: KVLayout) -> KVShard:
 
 
 def slices_of(p: KVShard, d: KVShard, *, slot_bytes: int) -> tuple[KVSlice, ...]:
-    """Return what a rank of P and one of D have in common of a block, where in both: one piece if
-    both have the same slots, else one a head.
+    """Return what a rank of the owner and one of the reader have in common of a block, where in
+    both: one piece if both have the same slots, else one a head.
     """
     first_head = max(p.first_kv_head, d.first_kv_head)
     num_heads = min(p.first_kv_head + p.num_kv_heads, d.first_kv_head + d.num_kv_heads) - first_head
@@ -86,10 +89,11 @@ def slices_of(p: KVShard, d: KVShard, *, slot_bytes: int) -> tuple[KVSlice, ...]
 def plan_reads(
     welcome: KVLinkWelcome, d_shards: Sequence[KVShard], layout: KVLayout
 ) -> tuple[tuple[KVPeer, ...], ...]:
-    """Return for each rank of D the ranks of P that it reads from; `layout` is what both have.
+    """Return for each rank of the reader the ranks of the owner that it reads from; `layout` is
+    what both have.
 
-    Raises KVTransferError that names what in P's ranks makes no sense, before anybody looks at
-    their NIXL metadata.
+    Raises KVTransferError that names what in the owner's ranks makes no sense, before anybody looks
+    at their NIXL metadata.
     """
     p_shards, num_blocks = _check_ranks(welcome, layout)
     ranks = welcome.endpoint.ranks
@@ -153,7 +157,7 @@ def merge_checksums(
 
 
 def _sources(d: int, p_shards: Sequence[KVShard]) -> list[int]:
-    """Return the ranks of P that rank `d` reads: of those that are copies one, in turns."""
+    """Return the ranks of the owner that rank `d` reads: of those that are copies one, in turns."""
     copies: dict[KVShard, list[int]] = {}
     for rank, shard in enumerate(p_shards):
         copies.setdefault(shard, []).append(rank)
@@ -161,8 +165,8 @@ def _sources(d: int, p_shards: Sequence[KVShard]) -> list[int]:
 
 
 def _check_ranks(welcome: KVLinkWelcome, layout: KVLayout) -> tuple[list[KVShard], int]:
-    """Return P's parts, and of how many blocks. Raises KVTransferError as plan_reads."""
-    ranks, whose = welcome.endpoint.ranks, f"P {welcome.engine_id}"
+    """Return the owner's parts, and of how many blocks. Raises KVTransferError as plan_reads."""
+    ranks, whose = welcome.endpoint.ranks, welcome.engine_id
     if not 1 <= len(ranks) <= MAX_RANKS:
         raise KVTransferError(f"{whose} has {len(ranks)} ranks, must be 1 to {MAX_RANKS}")
     numbers = [rank.rank for rank in ranks]

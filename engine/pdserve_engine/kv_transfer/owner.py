@@ -1,6 +1,5 @@
-"""What a worker does that lets others read its blocks, be it a prompt that it computes or a prefix
-that it has cached: it admits links, answers releases and ends sessions. Here P is this worker, and
-D the one that reads.
+"""The owner of blocks that another worker reads, be it a prompt that it computes or a prefix that
+it has cached: it admits links, answers releases and ends sessions.
 
 What becomes of a session is in session_machine.py. Messages come on the event loop's thread, the
 rest on the engine's; one lock guards all state. Under it only calls are made that neither block nor
@@ -35,8 +34,8 @@ from pdserve_engine.kv_transfer.session_machine import SessionMachine
 KindMessage = Granted | Later | Revoke | PrefixRequest
 
 
-class ExportingConnector(Connector[KVLinkRequestMessage]):
-    """P's connector."""
+class OwnerConnector(Connector[KVLinkRequestMessage]):
+    """The owner's connector."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -69,8 +68,8 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
     def accept_link(
         self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
     ) -> KVLink:
-        """Admit a D: sends it the welcome and what waits for it. Raises KVTransferError that names
-        what differs, or if this worker is asleep.
+        """Admit a reader: sends it the welcome and what waits for it. Raises KVTransferError that
+        names what differs, or if this worker is asleep.
         """
         mismatch = find_mismatch(self._identity, self._transport.name, hello)
         if mismatch is not None:
@@ -97,7 +96,7 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
 
     @abstractmethod
     def _on_unknown_cancel(self, link: KVLink, message: CancelRequest) -> bool:
-        """D gives up what has no session, or that of an earlier attempt."""
+        """The reader gives up what has no session, or that of an earlier attempt."""
 
     def _take_message(self, link: KVLink, message: KVLinkRequestMessage) -> bool:
         match message:
@@ -107,7 +106,7 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
                 return False
             case CancelRequest():
                 return self._on_cancel(link, message)
-        self._transport.poke()  # D is at work
+        self._transport.poke()  # The reader is at work
         if isinstance(message, PrefixRequest):
             return self._take_message_of_kind(link, None, message)
         session = self._machine.find_open(message.session, link)

@@ -1,6 +1,5 @@
-"""What a worker does that reads blocks of others, be it a prompt that they compute or a prefix that
-they have cached: it dials, posts READs, releases what has landed and gives up what is overdue. Here
-D is this worker, and P the one that owns the blocks.
+"""The reader of blocks that another worker owns, be it a prompt that that one computes or a prefix
+that it has cached: it dials, posts READs, releases what has landed and gives up what is overdue.
 
 READs that end, deadlines and messages become events of the CONSUMER and READ tables of protocol.py;
 what becomes of a pull is in pull_machine.py. Messages come on the event loop's thread, READs end on
@@ -31,23 +30,16 @@ from pdserve_engine.kv_transfer.base import ConnectorContext, KVLinkHandle, Read
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, check_welcome, make_hello
-from pdserve_engine.kv_transfer.ports import BlocksFreed, KVEvent
+from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.protocol import (
-    CONSUMER,
     ConsumerEvent,
     ConsumerState,
-    ReadAction,
-    ReadEvent,
-    ReadState,
 )
 from pdserve_engine.kv_transfer.pull import (
     FAILURE_REASONS,
     LossReason,
-    Pull,
     PullKey,
     Read,
-    make_read,
-    num_blocks_of,
 )
 from pdserve_engine.kv_transfer.pull_machine import PullMachine
 from pdserve_engine.request.request import Request
@@ -56,13 +48,12 @@ from pdserve_engine.request.request import Request
 KindMessage = GrantRequest | BlocksReady | PrefixReady | PrefillDone
 
 
-class PullingConnector(Connector[KVLinkResponseMessage]):
-    """D's connector."""
+class ReaderConnector(Connector[KVLinkResponseMessage]):
+    """The reader's connector."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._layout = context.identity.layout
-        self._read_timeout_s = context.read_timeout_s
         self._session_timeout_s = context.session_timeout_s
         self._checksum = context.checksum
         self._request_link: RequestLink | None = None
@@ -70,7 +61,12 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         # Wanted while suspended: (host, port) by engine id.
         self._dials_later: dict[str, tuple[str, int]] = {}
         self._num_grants = 0
-        self._machine = PullMachine(context, link_of=self._links.get, post=self._post)
+        self._machine = PullMachine(
+            context,
+            link_of=self._links.get,
+            on_read_done=self._on_read_done,
+            on_read_stalled=self._on_read_stalled,
+        )
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
         """Set what dials `(engine_id, host, port)` and ends in link_up or link_failed."""
@@ -112,8 +108,8 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
             return self._machine.num_open()
 
     def dial(self, engine_id: str, host: str, port: int) -> None:
-        """Get a link to a P unless there is one, or one on its way. Any thread may call it, also
-        before a request needs the link. While suspended it waits for `resume`.
+        """Get a link to an owner unless there is one, or one on its way. Any thread may call it,
+        also before a request needs the link. While suspended it waits for `resume`.
         """
         with self._lock:
             if self._is_suspended:
@@ -143,8 +139,9 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
     def link_up(
         self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle[KVLinkRequestMessage]
     ) -> KVLink:
-        """P has welcomed us on a link dialed for `engine_id`; one that was open is replaced. Raises
-        KVTransferError if it is not the P we want; then the caller reports link_failed.
+        """The owner has welcomed us on a link dialed for `engine_id`; one that was open is
+        replaced. Raises KVTransferError if it is not the owner we want; then the caller reports
+        link_failed.
         """
         check_welcome(self._identity, engine_id, welcome)
         with self._lock:
@@ -174,7 +171,7 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         # It may take long: not under the lock.
         num_wrong_blocks = self._num_wrong_blocks(read) if result.is_ok else 0
         with self._lock:
-            self._apply_read_result(read, result, num_wrong_blocks)
+            self._machine.apply_read_result(read, result, num_wrong_blocks)
 
     def _num_wrong_blocks(self, read: Read) -> int:
         if self._checksum is None or not read.checksums:
@@ -189,9 +186,7 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
     def _on_read_stalled(self, read: Read) -> None:
         """It is given up, but may land at any time: its blocks stay until it is done."""
         with self._lock:
-            if read.state is ReadState.POSTED:
-                message = f"READ stalled for {self._read_timeout_s:g} s"
-                self._machine.lose(read.pull, ConsumerEvent.READ_FAILED, "stall", message)
+            self._machine.give_read_up(read)
 
     # ---- under the lock
 
@@ -205,13 +200,15 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
 
     @abstractmethod
     def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:
-        """P ends a session, or says that there will be none."""
+        """The owner ends a session, or says that there will be none."""
 
     def _on_linked(self, link: KVLink) -> None:
-        """The link to a P is up: it may be waited for."""
+        """The link to an owner is up: it may be waited for."""
 
     def _expire(self, now: float, overslept_s: float) -> None:
-        """End what is overdue, `overslept_s` of which is not P's or the router's delay but ours."""
+        """End what is overdue, `overslept_s` of which is not the owner's or the router's delay but
+        ours.
+        """
         pulls = self._machine.pulls.values()
         for pull in pulls:
             pull.postpone(overslept_s)
@@ -222,39 +219,6 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
             else:
                 message = f"KV pull from {pull.engine_id} timed out in state {pull.state.name}"
                 self._machine.lose(pull, ConsumerEvent.GIVEN_UP, "expired", message)
-
-    # ---- READs
-
-    def _post(self, read: Read) -> None:
-        link = read.pull.link
-        assert link is not None, "a pull has a link while blocks are announced"
-        self._transport.read(
-            link.peer,
-            read.remote_block_ids,
-            read.local_block_ids,
-            self._read_timeout_s,
-            partial(self._on_read_done, read),
-            partial(self._on_read_stalled, read),
-        )
-
-    def _apply_read_result(self, read: Read, result: ReadResult, num_wrong_blocks: int) -> None:
-        """Nothing writes into the READ's blocks any more."""
-        pull = read.pull
-        read.reservation.count_landed(result, self._clock())
-        if result.is_ok:
-            by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
-            by_transport.inc(result.num_bytes)
-        if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
-            self._machine.zombie_landed(pull)
-            self._machine.tell(BlocksFreed(read.local_block_ids))
-        elif not result.is_ok:
-            self._machine.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
-        elif num_wrong_blocks:
-            self._metrics.checksum_mismatches.inc(num_wrong_blocks)
-            message = f"{num_wrong_blocks} blocks of {pull.engine_id} came with a wrong checksum"
-            self._machine.lose(pull, ConsumerEvent.READ_FAILED, "checksum", message)
-        elif self._machine.advance(pull, ConsumerEvent.READ_LANDED):
-            self._maybe_complete(pull)
 
     # ---- links
 
@@ -267,7 +231,9 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         self._metrics.peer_went(engine_id)
 
     def _end_link(self, engine_id: str, reason: LossReason, message: str) -> None:
-        """There is no link to a P: all that needs it is lost, also tickets it has not answered."""
+        """There is no link to an owner: all that needs it is lost, also tickets it has not
+        answered.
+        """
         for pull in [pull for pull in self._machine.pulls.values() if pull.engine_id == engine_id]:
             self._machine.lose(pull, ConsumerEvent.SESSION_LOST, reason, message)
 
@@ -285,32 +251,4 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         if not isinstance(message, ReleaseAck):
             return self._take_message_of_kind(link, message)
         pull = self._machine.by_session.get(message.session)
-        return pull is not None and self._on_release_ack(pull, message)
-
-    def _add_read(self, pull: Pull, message: BlocksReady) -> None:
-        """`message` has passed find_bad_blocks."""
-        read = make_read(pull, message, self._layout)
-        read.reservation.reads.append(read)
-        read.reservation.num_announced = read.end_block
-
-    def _on_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
-        if ConsumerEvent.CONFIRMED not in CONSUMER[pull.state]:
-            return False
-        reservation = pull.granted
-        if not reservation.num_confirmed < message.through_block <= reservation.num_released:
-            return False
-        if not message.valid:
-            message_text = f"P {pull.engine_id} had ended the session before its blocks were read"
-            return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
-        reservation.num_confirmed = message.through_block
-        self._machine.advance(pull, ConsumerEvent.CONFIRMED)
-        self._maybe_complete(pull)
-        return True
-
-    def _maybe_complete(self, pull: Pull) -> None:
-        """Go on if everything has landed, and end if all of it is confirmed."""
-        reservation, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
-        if reservation.prefill_done_at < math.inf and reservation.num_landed == num_blocks:
-            self._machine.advance(pull, ConsumerEvent.ALL_LANDED)
-            if reservation.num_confirmed == num_blocks:
-                self._machine.advance(pull, ConsumerEvent.COMPLETED)
+        return pull is not None and self._machine.apply_release_ack(pull, message)
