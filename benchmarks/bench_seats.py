@@ -1,13 +1,14 @@
 """More requests than decode has places in its batch: who waits, and where.
 
-    python benchmarks/bench_seats.py [--baseline PYTHON] [--rounds N] [--step-ms MS]
+    python benchmarks/bench_seats.py [--baseline PYTHON] [--rounds N] [--step-ms MS] [--decode N]
 
-One prefill and one decode service with few places (`--max-num-seqs`), and all requests at once.
-Answers have random lengths, so that places do not get free all at the same time. `--baseline` is
-the interpreter of another checkout: its services and this one's get the same load in turns. A step
-is the median gap between tokens of that run, as clients see it; finished/step does not depend on
-what else the machine does. `--step-ms` pads the workers' steps with sleep: those of a tiny model on
-cores that all share are as long as what router and client do between them.
+One prefill service and decode services with few places (`--max-num-seqs`), and all requests at
+once. Answers have random lengths, so that places do not get free all at the same time. `--baseline`
+is the interpreter of another checkout: its services and this one's get the same load in turns. A
+step is the median gap between tokens of that run, as clients see it; finished/step does not depend
+on what else the machine does. `--step-ms` pads the workers' steps with sleep: those of a tiny model
+on cores that all share are as long as what router and client do between them. Prefill's steps
+should be as full beside one decode service as beside two.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +35,7 @@ LOG_DIR = Path(".bench/seats").absolute()
 READY_S = 120.0
 COLUMNS = (
     "finished/s", "finished/step", "TTFT p50, ms", "step, ms", "first ITL p50, ms", "p99, ms",
-    "p99, steps", "decode_admit p99, steps",
+    "p99, steps", "decode_admit p99, steps", "prefill tokens/step",
 )  # fmt: skip
 
 
@@ -48,8 +50,11 @@ def main() -> None:
     found: dict[str, list[list[float]]] = {name: [] for name in systems}
     for number in range(args.rounds):
         for name, python in systems.items():
-            with services(python, args) as address:
-                found[name].append(asyncio.run(measure(address, args, seed=number)))
+            with services(python, args) as (address, metrics_port):
+                computed, steps = step_tokens(metrics_port)
+                values = asyncio.run(measure(address, args, seed=number))
+                computed_then, steps_then = step_tokens(metrics_port)
+            found[name].append([*values, (computed_then - computed) / (steps_then - steps)])
             print_row(str(number), name, found[name][-1])
     medians = {
         name: [statistics.median(values) for values in zip(*rows, strict=True)]
@@ -67,14 +72,18 @@ def print_row(number: str, name: str, values: list[float]) -> None:
 
 
 @contextlib.contextmanager
-def services(python: str, args: argparse.Namespace) -> Iterator[str]:
-    """Start one router, prefill and decode service of a checkout; yield the router's address."""
-    grpc, http = free_ports(2)
+def services(python: str, args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Start a checkout's router and services; yield the router's address, and the port of prefill's
+    metrics.
+    """
+    grpc, http, metrics = free_ports(3)
     LOG_DIR.mkdir(parents=True, exist_ok=True)
     flags = {
         "grpc-port": grpc,
         "http-port": http,
-        "metrics-port": 0,
+        "metrics-port": metrics,
+        "decode": args.decode,
+        "max-num-batched-tokens": args.batched_tokens,
         "worker-port": 0,
         "max-num-seqs": args.seats,
         "max-model-len": 2 * args.output_len + args.input_len,
@@ -91,10 +100,19 @@ def services(python: str, args: argparse.Namespace) -> Iterator[str]:
         try:
             address = f"127.0.0.1:{grpc}"
             asyncio.run(wait_until_ready(address, process))
-            yield address
+            yield address, metrics + 1
         finally:
             process.terminate()
             process.wait()
+
+
+def step_tokens(metrics_port: int) -> tuple[float, float]:
+    """Return how many tokens an engine has computed, and in how many steps."""
+    url = f"http://127.0.0.1:{metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        lines = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines())
+    name = "pdserve_engine_step_tokens"
+    return float(lines[f"{name}_sum"]), float(lines[f"{name}_count"])
 
 
 async def wait_until_ready(address: str, process: "subprocess.Popen[bytes]") -> None:
@@ -173,6 +191,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=500, help="all at once (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=0, help="a step at least (%(default)s)")
     parser.add_argument("--seats", type=int, default=16, help="--max-num-seqs (%(default)s)")
+    parser.add_argument("--decode", type=int, default=1, help="decode services (%(default)s)")
+    parser.add_argument("--batched-tokens", type=int, default=512, help="a step (%(default)s)")
     parser.add_argument("--input-len", type=int, default=64, help="tokens (%(default)s)")
     parser.add_argument("--output-len", type=int, default=64, help="half to twice (%(default)s)")
     return parser.parse_args()
