@@ -30,7 +30,7 @@ OURS = {"pdserve", *PACKAGES}
 FLOORS = {
     "pdserve_engine": (
         ("combinations",),
-        ("config", "frames", "grammar"),
+        ("config", "grammar"),
         ("request",),
         ("kv", "lora", "sampling", "spec_decode"),
         ("models",),

@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from pdserve_common.processes.calls import Answer, Failed
+from pdserve_common.processes.connection import Connection
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages, ranks
-from pdserve_engine.executor.messages import Failed, Message
+from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.ranks import Ranks
-from pdserve_engine.frames import Answer, FrameCodec
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.clock import Clock
 from support.waiting import wait_until
@@ -36,8 +38,8 @@ class FakeProcess:
     def __init__(self, rank: int, cores: str, descriptors: Sequence[int], codec: Any) -> None:
         self.rank, self.pid = rank, 0
         self._codec: FrameCodec[Message] = codec
-        self._reader = codec.reader()
-        self.connection, calls = socket.socketpair()
+        ours, calls = socket.socketpair()
+        self.calls = Connection(ours, codec)
         self.steps, steps = socket.socketpair()
         self._theirs = (calls, steps)
         self.is_killed = False
@@ -60,15 +62,6 @@ class FakeProcess:
                     theirs.sendall(answer)
                 elif answer is not None:
                     theirs.sendall(self._codec.encode(answer, number))
-
-    def send(self, frame: bytes) -> None:
-        self.connection.sendall(frame)
-
-    def receive(self) -> Iterator[tuple[Message, int]]:
-        data = self.connection.recv(1 << 16)
-        if not data:
-            raise EOFError("the connection has ended")
-        yield from self._reader.feed(data)
 
     def kill(self) -> None:
         self.is_killed = True

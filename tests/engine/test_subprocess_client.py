@@ -33,8 +33,10 @@ from pdserve_common.engine_types import (
     PauseMode,
 )
 from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
+from pdserve_common.processes.calls import Answer, Call, ProtocolError
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.verbs import Call, Pause, Profile, Resume, Sleep
+from pdserve_common.verbs import Pause, Profile, Resume, Sleep
 from pdserve_engine.clients import channel as channel_module
 from pdserve_engine.clients import child as child_module
 from pdserve_engine.clients import subprocess as client_module
@@ -54,7 +56,6 @@ from pdserve_engine.clients.messages import (
 from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
 from support import fork_server
 from support.waiting import until
 
@@ -406,7 +407,8 @@ PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
+from pdserve_common.processes.calls import Answer, ProtocolError
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 
 async def main():

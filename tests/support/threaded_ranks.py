@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import torch
 
+from pdserve_common.processes.calls import Answer
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.executor.groups import join_group, placed_ranks
 from pdserve_engine.executor.messages import AdapterCommand, RankPlace
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.frames import Answer
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage

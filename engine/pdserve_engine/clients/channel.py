@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
+from pdserve_common.processes.calls import ProtocolError
 from pdserve_engine.clients.messages import CODEC, Message
-from pdserve_engine.frames import ProtocolError
 
 # Above this an end that does not read counts as stalled ...
 STALL_BYTES = 1024 * 1024

@@ -26,14 +26,13 @@ from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
-from pdserve_common.verbs import Call
+from pdserve_common.processes.calls import Answer, Call, ProtocolError
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost, host_links
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
-from pdserve_engine.frames import Answer, ProtocolError
 
 logger = logging.getLogger(__name__)
 

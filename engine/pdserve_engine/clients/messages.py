@@ -34,9 +34,10 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.verbs import VERBS, Call
+from pdserve_common.processes.calls import Answer, Call
+from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.verbs import VERBS
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.kv_transfer.base import KVIdentity
 
 # ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise

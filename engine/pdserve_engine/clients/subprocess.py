@@ -4,14 +4,11 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import signal
-import socket
-import subprocess
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import defects, processes
+from pdserve_common import defects
 from pdserve_common.engine_client import (
     NO_TENSORS,
     EngineState,
@@ -35,7 +32,8 @@ from pdserve_common.errors import (
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, keep_calling
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ProtocolError, ResultT
+from pdserve_common.processes.child import ChildProcess, describe_end
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import MAX_UNSENT_BYTES, Channel
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
@@ -43,7 +41,6 @@ from pdserve_engine.clients.metrics import EngineProcessCollector
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.clients.sent_tensors import SentTensors
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.frames import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ class SubprocessEngineClient:
     connector: ProducerProxy | ConsumerProxy | None = None
     # The same for links over which prefixes are read.
     prefix_connector: ProducerProxy | ConsumerProxy | None = None
-    _process: "subprocess.Popen[bytes]"
+    _process: ChildProcess
     _channel: Channel
     _status: messages.EngineStatus
 
@@ -129,9 +126,9 @@ class SubprocessEngineClient:
         return client
 
     async def _start_process(self) -> None:
-        self._process, ours = _spawn()
+        self._process = ChildProcess.start("the engine process", "pdserve_engine.clients")
         _, self._channel = await asyncio.get_running_loop().create_unix_connection(
-            lambda: Channel(self._on_message, self._on_lost), sock=ours
+            lambda: Channel(self._on_message, self._on_lost), sock=self._process.sockets[0]
         )
         costs = "a look at the engine process"
         self._tasks.append(keep_calling("engine", HEARTBEAT_S, self._tick, costs=costs))
@@ -271,12 +268,7 @@ class SubprocessEngineClient:
 
     def _reap(self) -> int:
         """Wait for the process to end and return its status. Blocks."""
-        try:
-            return self._process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the engine process does not end and is killed")
-            self._process.kill()
-            return self._process.wait()
+        return self._process.end(EXIT_TIMEOUT_S)
 
     # ---- what the process says
 
@@ -351,7 +343,7 @@ class SubprocessEngineClient:
     async def _on_process_end(self, reason: str) -> None:
         """The process is gone, or as good as gone: find out how, and tell everyone."""
         status = await asyncio.get_running_loop().run_in_executor(None, self._reap)
-        self._die(f"the engine process {_describe(status)}: {reason}")
+        self._die(f"the engine process {describe_end(status)}: {reason}")
 
     def _die(self, error: str) -> None:
         """Give every client its last message, and whoever waits an exception."""
@@ -374,27 +366,8 @@ class SubprocessEngineClient:
                 future.set_exception(EngineDeadError(error))
 
 
-def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """Start an engine process. It dies with the thread that calls this, where the system can."""
-    ours, theirs = socket.socketpair()
-    fd = theirs.fileno()
-    with theirs:
-        try:
-            process = processes.spawn("pdserve_engine.clients", [str(fd)], pass_fds=(fd,))
-        except OSError:
-            ours.close()
-            raise
-    return process, ours
-
-
 def _start_error(failed: messages.StartFailed) -> Exception:
     if failed.kind == "pdserve":
         return error_from_engine(failed.error)
     kinds = {"value": ValueError, "os": OSError}
     return kinds[failed.kind](failed.error.message)
-
-
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    return f"was ended by {signal.Signals(-status).name}"

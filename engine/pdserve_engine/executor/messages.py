@@ -5,15 +5,13 @@ A message of the engine has a number; the answer refers to it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from pdserve_common.engine_types import EngineError
-from pdserve_common.errors import PdserveError, error_from_engine
 from pdserve_common.kv_types import KVRankEndpoint
-from pdserve_common.verbs import Call
+from pdserve_common.processes.calls import Answer, Call, Failed
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
-from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
 from pdserve_engine.kv_transfer.shards import KVPeer
@@ -227,34 +225,6 @@ class TransportFailed:
     """RankTransport.failure has become this."""
 
     reason: str
-
-
-# ---- from a rank
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """What was asked for has raised: which kind of exception, and what it says."""
-
-    kind: Literal["value", "os", "pdserve", "other"]
-    error: EngineError
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Failed":
-        if isinstance(error, PdserveError):
-            return cls("pdserve", error.to_engine_error())
-        plain = PdserveError(str(error)).to_engine_error()
-        if isinstance(error, ValueError):
-            return cls("value", plain)
-        if isinstance(error, OSError):
-            return cls("os", plain)
-        return cls("other", plain)
-
-    def to_exception(self) -> Exception:
-        if self.kind == "pdserve":
-            return error_from_engine(self.error)
-        kinds: dict[str, Callable[[str], Exception]] = {"value": ValueError, "os": OSError}
-        return kinds.get(self.kind, RuntimeError)(self.error.message)
 
 
 # ---- adapters

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pdserve_common.call_thread import CallThread
 from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_cores
 from pdserve_common.kv_types import KVShard
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages

@@ -6,11 +6,9 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
+from pdserve_common.processes.connection import RECEIVE_BYTES
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.executor.messages import Message
-from pdserve_engine.frames import FrameCodec
-
-# More takes longer to allocate than to fill.
-RECEIVE_BYTES = 1 << 16
 
 
 class StepSockets:
@@ -53,12 +51,10 @@ class StepSockets:
         return []
 
     def receive(self, rank: int) -> Iterator[tuple[Message, int]]:
-        """Yield what a rank has said; there is something. Raises OSError, EOFError or
-        ProtocolError.
-        """
+        """Yield what a rank has said; there is something. Raises OSError or ProtocolError."""
         data = self._connections[rank].recv(RECEIVE_BYTES)
         if not data:
-            raise EOFError("the connection has ended")
+            raise ConnectionResetError("the connection has ended")
         yield from self._readers[rank].feed(data)
 
     def _send_rest(self, rank: int) -> None:

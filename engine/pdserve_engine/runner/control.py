@@ -15,11 +15,10 @@ from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, PdserveError
 from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, LoRARequest
+from pdserve_common.processes.calls import Call, Handler
 from pdserve_common.verbs import (
     SLEEP_TAGS,
     AddLora,
-    Call,
-    Handler,
     ListLoras,
     Pause,
     PinLora,

@@ -21,9 +21,9 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pdserve_common.confined import confine, die_with_parent
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.logging import setup_logging
+from pdserve_common.processes.lifecycle import confine, die_with_parent
 from pdserve_router.api.no_torch import hide_torch
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ msgpack. It is decoded into exactly the type the header names, never into one th
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import ProtocolError
 
 # Far above what a step of the largest batch with all its logprobs takes.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -23,29 +22,6 @@ MessageT = TypeVar("MessageT")
 EncodeHook = Callable[[Any], Any]
 # The other way round, given the type that is wanted.
 DecodeHook = Callable[[type, Any], Any]
-
-
-class ProtocolError(Exception):
-    """The other end sent, or is to be sent, what no correct end sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A call's result, in msgpack."""
-
-    result: bytes
-
-    @classmethod
-    def of(cls, result: object) -> "Answer":
-        return cls(msgspec.msgpack.encode(result))
-
-    def result_of(self, call: Call[ResultT]) -> ResultT:
-        """Raises ProtocolError if it is not of the type of the call's results."""
-        try:
-            result: ResultT = msgspec.msgpack.decode(self.result, type=call.result_type())
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"answer to {type(call).__name__}: {error}") from error
-        return result
 
 
 class FrameCodec(Generic[MessageT]):
