@@ -1,5 +1,6 @@
 """Messages between threads of two processes that wait for each other."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -62,3 +63,14 @@ def answer_calls(
     with contextlib.suppress(ConnectionError):
         for call, ref in connection.messages():
             connection.send(answer(call, handlers, target), ref)
+
+
+async def receive_one(end: socket.socket, codec: FrameCodec[MessageT]) -> tuple[MessageT, int]:
+    """Wait on the event loop for the only message that comes. Raises ProtocolError, and OSError if
+    the other end is gone.
+    """
+    reader = codec.reader()
+    while data := await asyncio.get_running_loop().sock_recv(end, RECEIVE_BYTES):
+        for found in reader.feed(data):
+            return found
+    raise ConnectionResetError("the connection has ended")

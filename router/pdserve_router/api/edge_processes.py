@@ -20,7 +20,8 @@ from typing import TypeVar, cast
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.processes.child import ChildProcess
-from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY, be_template
+from pdserve_common.processes.connection import receive_one
+from pdserve_router.api.edge_child import CODEC, READY, be_template
 from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
@@ -316,14 +317,13 @@ async def _ask(
 ) -> tuple[object, PdserveError | str | None]:
     """Raises ConnectionError if the process ends before it has answered."""
     loop = asyncio.get_running_loop()
-    head = pickle.dumps((job, args), pickle.HIGHEST_PROTOCOL)
-    await loop.sock_sendall(connection, LENGTHS.pack(len(head), len(raw)) + head)
+    call = pickle.dumps((job, args), pickle.HIGHEST_PROTOCOL)
+    await loop.sock_sendall(connection, CODEC.encode(call) + CODEC.header(bytes, len(raw)))
     await loop.sock_sendall(connection, raw)
-    length, num_pieces = ANSWER.unpack(await _read(connection, ANSWER.size))
-    return await _unpickle(await _read(connection, length), num_pieces)
+    return await _unpickle(*await receive_one(connection, CODEC))
 
 
-async def _unpickle(data: bytearray, num_pieces: int) -> tuple[object, PdserveError | str | None]:
+async def _unpickle(data: bytes, num_pieces: int) -> tuple[object, PdserveError | str | None]:
     """Return an answer, which is the last of its pieces. Others' events come between them."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     until = time.monotonic() + _SLICE_S
@@ -334,17 +334,6 @@ async def _unpickle(data: bytearray, num_pieces: int) -> tuple[object, PdserveEr
             until = time.monotonic() + _SLICE_S
     answer: tuple[object, PdserveError | str | None] = unpickler.load()
     return answer
-
-
-async def _read(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        num_read = await asyncio.get_running_loop().sock_recv_into(connection, view)
-        if not num_read:
-            raise ConnectionError("the process has ended")
-        view = view[num_read:]
-    return data
 
 
 async def _read_to_end(connection: socket.socket) -> None:
