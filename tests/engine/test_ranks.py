@@ -18,6 +18,7 @@ from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages, ranks
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.ranks import Ranks
+from pdserve_engine.runner.rank_calls import SleepRank
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.clock import Clock
 from support.waiting import wait_until
@@ -131,10 +132,10 @@ def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ran
 
 def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
     both = make_ranks(says(True), says(True))
-    both.ask(messages.SleepRank(1), messages.SleepRank(2)).result(TIMEOUT_S)
+    both.ask(SleepRank(1), SleepRank(2)).result(TIMEOUT_S)
     both.tell(messages.Poke(), ranks=[1])
-    wait_until(lambda: FakeProcess.all[1].taken == [messages.SleepRank(2), messages.Poke()])
-    assert FakeProcess.all[0].taken == [messages.SleepRank(1)]
+    wait_until(lambda: FakeProcess.all[1].taken == [SleepRank(2), messages.Poke()])
+    assert FakeProcess.all[0].taken == [SleepRank(1)]
 
 
 def test_what_comes_behind_steps_is_there_when_all_have_answered(

@@ -16,6 +16,7 @@ from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
 from pdserve_engine.kv_transfer.shards import KVPeer
 from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.runner.rank_calls import RANK_CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,48 +81,6 @@ class MakePool(Call[None]):
 
     num_blocks: int
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class SleepRank(Call[int]):
-    """As Executor.sleep."""
-
-    level: int
-    keeps_pool: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreWeights(Call[None]):
-    """As Executor.restore_weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreKVCache(Call[None]):
-    """As Executor.restore_kv_cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartProfile(Call[None]):
-    """As Executor.start_profile."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopProfile(Call[str]):
-    """As Executor.stop_profile."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockChecksums(Call[tuple[int, ...]]):
-    """As Executor.block_checksums."""
-
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Poison(Call[None]):
-    """As Executor.poison."""
-
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +241,8 @@ Message = Answer | Failed | _OneWay | Call[Any]
 # Their places are their numbers. The first three have them in all versions.
 MESSAGES: tuple[type, ...] = (
     DescribeBuild, Answer, Failed, *get_args(_OneWay),
-    LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
-    StartProfile, StopProfile, ReadAdapter, Poison, BlockChecksums, OpenTransport, CloseTransport,
-    StopRank,
+    LoadRank, DetermineNumBlocks, MakePool, ReadAdapter, OpenTransport, CloseTransport, StopRank,
+    *RANK_CALLS,
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.plugins import load_general_plugins
 from pdserve_engine.runner.rank import Rank
+from pdserve_engine.runner.rank_calls import RANK_CALLS
 
 logger = logging.getLogger(__name__)
 
@@ -191,17 +192,9 @@ _HANDLERS: Mapping[type[Call[Any]], Handler[_RankServer, Any, Any]] = {
     messages.LoadRank: _RankServer._load,
     messages.DetermineNumBlocks: lambda server, call: server._executor.determine_num_blocks(),
     messages.MakePool: _RankServer._make_pool,
-    messages.SleepRank: lambda server, call: server._executor.sleep(
-        call.level, keeps_pool=call.keeps_pool
-    ),
-    messages.RestoreWeights: lambda server, call: server._executor.restore_weights(),
-    messages.RestoreKVCache: lambda server, call: server._executor.restore_kv_cache(),
-    messages.StartProfile: lambda server, call: server._executor.start_profile().result(),
-    messages.StopProfile: lambda server, call: server._executor.stop_profile().result(),
     messages.ReadAdapter: lambda server, call: server._adapters.read(call),
-    messages.Poison: lambda server, call: server._executor.poison(call.block_ids),
-    messages.BlockChecksums: lambda server, call: server._executor.block_checksums(call.block_ids),
     messages.OpenTransport: _RankServer._open_transport,
     messages.CloseTransport: _RankServer._close_transport,
     messages.StopRank: lambda server, call: server._executor.stop(),
+    **{cls: lambda server, call: server._executor.collective_rpc(call)[0] for cls in RANK_CALLS},
 }

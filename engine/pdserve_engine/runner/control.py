@@ -38,6 +38,13 @@ from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.adapter import folder_below
 from pdserve_engine.lora.adapter_config import MAX_SHOWN, LoraError
 from pdserve_engine.lora.hub import FetchAdapter, HubUnreachableError
+from pdserve_engine.runner.rank_calls import (
+    RestoreKVCache,
+    RestoreWeights,
+    SleepRank,
+    StartProfile,
+    StopProfile,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +170,7 @@ class EngineControl:
         """
         if not verb.start:
             return self._stop_profile()
-        self._core.wait_for(self._core.executor.start_profile())
+        self._core.wait_for(self._core.executor.collective_rpc_behind_steps(StartProfile()))
         self._profile_end = self._core.step_seq + MAX_PROFILE_STEPS
         self._profile_path = None
         return ""
@@ -359,7 +366,7 @@ class EngineControl:
         self._asleep = set(SLEEP_TAGS)
         self._sleep_level = level
         keeps_pool = self._transfer is not None and not self._transfer.suspend()
-        return self._core.executor.sleep(level, keeps_pool=keeps_pool)
+        return sum(self._core.executor.collective_rpc(SleepRank(level, keeps_pool)))
 
     def _reset_prefix_cache(self, *, keeps_tiers: bool = False) -> int:
         self._core.finish_steps()
@@ -374,9 +381,9 @@ class EngineControl:
         try:
             with _out_of_memory_is_refused(tag):
                 if tag == "weights":
-                    self._core.executor.restore_weights()
+                    self._core.executor.collective_rpc(RestoreWeights())
                 elif tag == "kv_cache":
-                    self._core.executor.restore_kv_cache()
+                    self._core.executor.collective_rpc(RestoreKVCache())
                     if self._transfer is not None:
                         self._transfer.resume()
                 else:
@@ -394,7 +401,10 @@ class EngineControl:
         """Return the path of the trace, also of one that ended by itself."""
         self._profile_end = None
         path, self._profile_path = self._profile_path, None
-        return path or self._core.wait_for(self._core.executor.stop_profile())
+        if path:
+            return path
+        stopping = self._core.executor.collective_rpc_behind_steps(StopProfile())
+        return self._core.wait_for(stopping)[0]
 
 
 @contextmanager
