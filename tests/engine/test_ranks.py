@@ -70,10 +70,13 @@ class FakeProcess:
             theirs.shutdown(socket.SHUT_RDWR)
 
     def describe_end(self) -> str:
-        return "it was ended by SIGKILL" if self.is_killed else ""
+        return "was ended by SIGKILL" if self.is_killed else ""
 
-    def close(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> None:
         self.kill()
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture

@@ -71,23 +71,23 @@ class Answer:
         return result
 
 
+Kind = Literal["value", "os", "pdserve", "other"]
+_KINDS: dict[Kind, type[Exception]] = {"value": ValueError, "os": OSError}
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """What a call has raised: which kind of exception, and what it says."""
 
-    kind: Literal["value", "os", "pdserve", "other"]
+    kind: Kind
     error: EngineError
 
     @classmethod
     def of(cls, error: BaseException) -> "Failed":
         if isinstance(error, PdserveError):
             return cls("pdserve", error.to_engine_error())
-        plain = PdserveError(str(error)).to_engine_error()
-        if isinstance(error, ValueError):
-            return cls("value", plain)
-        if isinstance(error, OSError):
-            return cls("os", plain)
-        return cls("other", plain)
+        kinds = (kind for kind, base in _KINDS.items() if isinstance(error, base))
+        return cls(next(kinds, "other"), PdserveError(str(error)).to_engine_error())
 
     def result_of(self, call: Call[Any]) -> NoReturn:
         """Raise it."""
@@ -96,8 +96,7 @@ class Failed:
     def to_exception(self) -> Exception:
         if self.kind == "pdserve":
             return error_from_engine(self.error)
-        kinds: dict[str, Callable[[str], Exception]] = {"value": ValueError, "os": OSError}
-        return kinds.get(self.kind, RuntimeError)(self.error.message)
+        return _KINDS.get(self.kind, RuntimeError)(self.error.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +104,10 @@ class CancelCall:
     """Nobody waits any more for the answer to the call that it refers to."""
 
 
-def answer(
-    call: CallT,
-    handlers: Mapping[type[Call[Any]], Handler[HandlerT, Any, Any]],
-    target: HandlerT,
-) -> Answer | Failed:
+Handlers = Mapping[type[Call[Any]], Handler[HandlerT, Any, Any]]
+
+
+def answer(call: CallT, handlers: Handlers[HandlerT], target: HandlerT) -> Answer | Failed:
     """Have `target` carry a call out, and return what comes of it, whatever it raises."""
     try:
         return Answer.of(handlers[type(call)](target, call))

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Generic
 
-from pdserve_common.processes.calls import Call, Handler, HandlerT, ResultT, answer
+from pdserve_common.processes.calls import Call, Handlers, HandlerT, ResultT, answer
 from pdserve_common.processes.frames import FrameCodec, MessageT
 
 # More takes longer to allocate than to fill.
@@ -55,9 +55,7 @@ class Connection(Generic[MessageT]):
 
 
 def answer_calls(
-    connection: Connection[Any],
-    handlers: Mapping[type[Call[Any]], Handler[HandlerT, Any, Any]],
-    target: HandlerT,
+    connection: Connection[Any], handlers: Handlers[HandlerT], target: HandlerT
 ) -> None:
     """Have `target` carry out calls, one after the other, until the other end is gone."""
     with contextlib.suppress(ConnectionError):

@@ -33,7 +33,7 @@ from pdserve_common.liveness import HEARTBEAT_S, keep_calling
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.processes.calls import Call, ProtocolError, ResultT
 from pdserve_common.processes.channel import MAX_UNSENT_BYTES, Channel
-from pdserve_common.processes.child import ChildProcess, describe_end
+from pdserve_common.processes.child import ChildProcess, start
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.metrics import EngineProcessCollector
@@ -118,7 +118,7 @@ class SubprocessEngineClient:
         return client
 
     async def _start_process(self) -> None:
-        self._process = ChildProcess.start("the engine process", "pdserve_engine.clients")
+        self._process = ChildProcess("the engine process", *start("pdserve_engine.clients"))
         self._channel = Channel(messages.CODEC, self._on_message, self._on_lost)
         (end,) = self._process.sockets
         await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=end)
@@ -241,12 +241,8 @@ class SubprocessEngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._reap)
+        await asyncio.to_thread(self._process.end, EXIT_TIMEOUT_S)
         self._channel.fail_calls(EngineDeadError("the engine is closed"))
-
-    def _reap(self) -> int:
-        """Wait for the process to end and return its status. Blocks."""
-        return self._process.end(EXIT_TIMEOUT_S)
 
     # ---- what the process says
 
@@ -299,8 +295,8 @@ class SubprocessEngineClient:
 
     async def _on_process_end(self, reason: str) -> None:
         """The process is gone, or as good as gone: find out how, and tell everyone."""
-        status = await asyncio.get_running_loop().run_in_executor(None, self._reap)
-        self._die(f"the engine process {describe_end(status)}: {reason}")
+        await asyncio.to_thread(self._process.end, EXIT_TIMEOUT_S)
+        self._die(f"the engine process {self._process.describe_end()}: {reason}")
 
     def _die(self, error: str) -> None:
         """Give every client its last message, and whoever waits an exception."""

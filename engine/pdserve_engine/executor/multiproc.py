@@ -4,11 +4,11 @@ import dataclasses
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pdserve_common.call_thread import CallThread
 from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_cores
@@ -36,8 +36,6 @@ STOP_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 5.0
 # What a call may take that reads weights or computes the largest step.
 CALL_TIMEOUT_S = 1800.0
-
-T = TypeVar("T")
 
 
 class MultiprocExecutor:
@@ -139,8 +137,9 @@ class MultiprocExecutor:
             nothing: Future[ExecutedStep] = Future()
             nothing.set_result(ExecutedStep(EMPTY_MODEL_RUNNER_OUTPUT, 0.0))
             return nothing
-        steps = self._ranks.ask_behind_steps(scheduler_output)
-        return _Then(steps, lambda answers: answers[self._output_rank])
+        return self._ranks.ask_behind_steps(
+            scheduler_output, lambda answers: answers[self._output_rank]
+        )
 
     def recover(self) -> None:
         self._ranks.tell_behind_steps(messages.Recover())
@@ -154,8 +153,9 @@ class MultiprocExecutor:
         return _results(self._ranks.ask(call), call)
 
     def collective_rpc_behind_steps(self, call: Call[ResultT]) -> Pending[list[ResultT]]:
-        answers = self._ranks.ask_behind_steps(call)
-        return _Then(answers, lambda answers: [answer.result_of(call) for answer in answers])
+        return self._ranks.ask_behind_steps(
+            call, lambda answers: [answer.result_of(call) for answer in answers]
+        )
 
     # ---- tools for tests
 
@@ -233,19 +233,3 @@ def _results(
     answers: Pending[list[Any]], call: Call[ResultT], timeout_s: float = CALL_TIMEOUT_S
 ) -> list[ResultT]:
     return [answer.result_of(call) for answer in answers.result(timeout_s)]
-
-
-class _Then(Generic[T]):
-    """What a function makes of the answers. Implements core.executor.Pending."""
-
-    def __init__(self, answers: Pending[list[Any]], function: Callable[[list[Any]], T]) -> None:
-        self._answers = answers
-        self._function = function
-
-    def result(self, timeout: float | None = None) -> T:
-        """See Pending."""
-        return self._function(self._answers.result(timeout))
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See Pending."""
-        return self._answers.exception(timeout)

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from pdserve_common.call_thread import CallerThread
 from pdserve_common.logging import setup_logging
-from pdserve_common.processes.calls import Call, Failed, Handler, answer
+from pdserve_common.processes.calls import Call, Failed, Handlers, answer
 from pdserve_common.processes.connection import Connection
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
@@ -187,7 +187,7 @@ class _RankServer:
         return messages.LoadedRank(self._executor.load(), self._source.compatibility_hash)
 
 
-_HANDLERS: Mapping[type[Call[Any]], Handler[_RankServer, Any, Any]] = {
+_HANDLERS: Handlers[_RankServer] = {
     messages.DescribeBuild: lambda server, call: this_build(),
     messages.LoadRank: _RankServer._load,
     messages.DetermineNumBlocks: lambda server, call: server._executor.determine_num_blocks(),

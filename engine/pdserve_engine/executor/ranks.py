@@ -42,20 +42,23 @@ class _Pending:
 
 
 class StepAnswers:
-    """What all ranks answer to what was asked behind steps. Implements core.executor.Pending."""
+    """What comes of that which all ranks answer behind steps. Implements core.executor.Pending."""
 
     def __init__(
         self,
         future: "Future[list[Any]]",
         read_until: Callable[["Future[list[Any]]", float | None], None],
+        take: Callable[[list[Any]], Any],
     ) -> None:
+        """`take` makes it of the answers."""
         self._future = future
         self._read_until = read_until
+        self._take = take
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None) -> Any:
         """See Pending; `timeout` is how long no rank may say anything."""
         self._read_until(self._future, timeout)
-        return self._future.result(0)
+        return self._take(self._future.result(0))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `result`."""
@@ -116,11 +119,15 @@ class Ranks:
         """Send what has no answer. Nothing happens if they are lost."""
         self._begin(self._send, [message], ranks, None)
 
-    def ask_behind_steps(self, message: Message) -> Pending[list[Any]]:
-        """Ask all for a step, or for what is to come behind those in flight."""
+    def ask_behind_steps(
+        self, message: Message, take: Callable[[list[Any]], Any] = list
+    ) -> Pending[Any]:
+        """Ask all for a step, or for what is to come behind those in flight; `take` makes the
+        result of their answers.
+        """
         future: Future[list[Any]] = Future()
         self._begin(self._send_behind_steps, [message], None, future)
-        return StepAnswers(future, self._read_until)
+        return StepAnswers(future, self._read_until, take)
 
     def tell_behind_steps(self, message: Message) -> None:
         """Tell all, behind the steps in flight, what has no answer. Nothing happens if they are
@@ -133,7 +140,8 @@ class Ranks:
         self._is_closing = True
         deadline = self._clock() + timeout_s
         for process in self._processes:
-            process.close(max(0.0, deadline - self._clock()))
+            process.end(max(0.0, deadline - self._clock()))
+            process.close()
         self._thread.join(timeout_s)
 
     def expect_end(self) -> None:
@@ -243,7 +251,8 @@ class Ranks:
                     self._on_answer(process.rank, message, number)
         except (OSError, ProtocolError) as error:
             if not self._is_closing:
-                self.kill(f"rank {process.rank} is gone: {process.describe_end() or error}")
+                end = process.describe_end()
+                self.kill(f"rank {process.rank} is gone: {f'it {end}' if end else error}")
             return False
         return True
 

@@ -10,10 +10,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from pdserve_common.processes.calls import Call, Handler
+from pdserve_common.processes.calls import Answer, Handlers
 from pdserve_common.processes.connection import Connection, answer_calls
 from pdserve_common.processes.lifecycle import confine, fork
 from pdserve_engine.grammar.messages import (
@@ -26,8 +25,6 @@ from pdserve_engine.grammar.messages import (
     Outcome,
     Refused,
     TimedOut,
-    decode_outcome,
-    encode_outcome,
 )
 from pdserve_engine.grammar.native import TokenizerInfo, compile_structural_tag
 
@@ -75,10 +72,10 @@ class _Compiler:
         _, status = os.waitpid(pid, 0)
         if body is None:
             return TimedOut(MAX_WALL_S)
-        return _judge(os.waitstatus_to_exitcode(status), body)
+        return _judge(call, os.waitstatus_to_exitcode(status), body)
 
 
-_HANDLERS: Mapping[type[Call[Any]], Handler[_Compiler, Any, Any]] = dict(
+_HANDLERS: Handlers[_Compiler] = dict(
     [LoadVocabulary.handled_by(_Compiler.load), Compile.handled_by(_Compiler.compile)]
 )
 
@@ -88,9 +85,9 @@ def serve(connection: socket.socket) -> None:
     answer_calls(Connection(connection, CODEC), _HANDLERS, _Compiler(connection))
 
 
-def _judge(exit_code: int, body: bytes) -> Outcome:
+def _judge(call: Compile, exit_code: int, body: bytes) -> Outcome:
     if exit_code == 0:
-        return decode_outcome(body)
+        return Answer(body).result_of(call)
     if exit_code == -signal.SIGXCPU:
         return Refused(f"it takes more than {MAX_CPU_S} s of CPU time to compile")
     if exit_code == -signal.SIGKILL:
@@ -118,7 +115,7 @@ def _read_all(
 def _compile_to(writer: int, text: str, tokenizer_info: TokenizerInfo) -> None:
     _confine()
     with os.fdopen(writer, "wb") as pipe:
-        pipe.write(encode_outcome(_compile(text, tokenizer_info)))
+        pipe.write(Answer.of(_compile(text, tokenizer_info)).result)
 
 
 def _compile(text: str, tokenizer_info: TokenizerInfo) -> Outcome:

@@ -54,5 +54,3 @@ class Compile(Call[Outcome]):
 
 
 CODEC: FrameCodec[Any] = FrameCodec((Answer, Failed, LoadVocabulary, Compile))
-encode_outcome = msgspec.msgpack.Encoder().encode
-decode_outcome = msgspec.msgpack.Decoder[Outcome](Outcome).decode

@@ -2,7 +2,7 @@
 
 import os
 
-from pdserve_common.processes.child import ChildProcess
+from pdserve_common.processes.child import ChildProcess, start
 from pdserve_common.processes.connection import Connection
 from pdserve_engine.grammar.child import MAX_WALL_S
 from pdserve_engine.grammar.messages import CODEC, Compile, LoadVocabulary, Outcome
@@ -10,21 +10,16 @@ from pdserve_engine.grammar.messages import CODEC, Compile, LoadVocabulary, Outc
 START_TIMEOUT_S = 60.0
 # The process keeps its own limit; this is for one that is stopped.
 ANSWER_TIMEOUT_S = MAX_WALL_S + 2.0
-EXIT_TIMEOUT_S = 5.0
 
 
-class CompilerProcess:
+class CompilerProcess(ChildProcess):
     """Started by the constructor, on a thread that lives as long: it ends with that thread."""
 
     def __init__(self) -> None:
         # It forks, so it must have one thread.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self._child = ChildProcess.start("the compiler", "pdserve_engine.grammar", env=env)
-        self._connection = Connection(self._child.sockets[0], CODEC)
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        super().__init__("the grammar compiler", *start("pdserve_engine.grammar", env=env))
+        self._connection = Connection(self.sockets[0], CODEC)
 
     def get_ready(self, tokenizer_info: str) -> None:
         """Wait for its start and give it the vocabulary. Raises OSError."""
@@ -34,16 +29,3 @@ class CompilerProcess:
         """Raises OSError if it is gone or silent."""
         call = Compile(text.encode(errors="surrogatepass"))
         return self._connection.call(call, ANSWER_TIMEOUT_S)
-
-    def kill(self) -> None:
-        """End it now. Any thread: another one that waits for it hears of it.
-
-        Where others take all of the processor it may take its time to die, at its priority: it is
-        not waited for longer, and reaped with the start of another process.
-        """
-        self._child.kill()
-        self._child.wait(EXIT_TIMEOUT_S)
-
-    def close(self) -> None:
-        self.kill()
-        self._child.close()

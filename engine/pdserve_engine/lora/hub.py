@@ -4,6 +4,7 @@ The hub's library bounds neither how long a download takes nor how much it write
 would keep the GIL from steps. A process can be killed, and has limits.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,15 +14,13 @@ from typing import Any
 from pdserve_common.call_thread import CallThread
 from pdserve_common.hub_path import HubPath
 from pdserve_common.processes.calls import Answer, Call, Failed
-from pdserve_common.processes.child import ChildProcess, describe_end
+from pdserve_common.processes.child import ChildProcess, start
 from pdserve_common.processes.connection import Connection
 from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.lora.adapter_config import LoraError
 
 # Shorter than what a router gives a worker for an adapter.
 FETCH_TIMEOUT_S = 240.0
-# A process whose socket has closed is on its way out.
-EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +63,28 @@ class HubFetch:
 
     def _run(self) -> Path:
         try:
-            process = ChildProcess.start("a download", "pdserve_engine.lora.hub_download")
+            process = ChildProcess("a download", *start("pdserve_engine.lora.hub_download"))
         except OSError as error:
             raise self._unreachable(f"no process to download it: {error.strerror}") from error
         self._process = process
         if self._is_cancelled:
             process.kill()
+        with contextlib.closing(process):
+            return self._download(process)
+
+    def _download(self, process: ChildProcess) -> Path:
+        connection = Connection(process.sockets[0], CODEC)
         try:
-            connection = Connection(process.sockets[0], CODEC)
             return Path(connection.call(self._call, FETCH_TIMEOUT_S))
         except TimeoutError as error:
             problem = f"not downloaded within {FETCH_TIMEOUT_S:g} s"
             raise self._unreachable(problem) from error
         except ConnectionError as error:
-            problem = f"its download {describe_end(process.end(EXIT_TIMEOUT_S))}"
-            raise self._unreachable(problem) from error
+            raise self._unreachable(f"its download {process.describe_end()}") from error
         except (OSError, RuntimeError) as error:
             raise self._unreachable(str(error)) from error
         except ValueError as error:
             raise LoraError(f"adapter {self._path}: {error}") from error
-        finally:
-            process.kill()
-            process.end(EXIT_TIMEOUT_S)
-            process.close()
 
     def _unreachable(self, problem: str) -> HubUnreachableError:
         return HubUnreachableError(f"adapter {self._path}: {problem}")

@@ -79,11 +79,5 @@ class Poison(RankCall[None]):
 
 
 RANK_CALLS: tuple[type[RankCall[Any]], ...] = (
-    SleepRank,
-    RestoreWeights,
-    RestoreKVCache,
-    StartProfile,
-    StopProfile,
-    BlockChecksums,
-    Poison,
-)
+    SleepRank, RestoreWeights, RestoreKVCache, StartProfile, StopProfile, BlockChecksums, Poison,
+)  # fmt: skip

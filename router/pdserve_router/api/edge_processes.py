@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_common.processes.child import ChildProcess
+from pdserve_common.processes.child import ChildProcess, fork, start
 from pdserve_common.processes.connection import receive_one
 from pdserve_router.api.edge_child import CODEC, READY, be_template
 from pdserve_router.api.fair_slots import FairSlots
@@ -256,16 +256,12 @@ def fork_template(settings: EdgeSettings) -> ChildProcess:
         os.environ.update(_ENVIRONMENT)
         be_template(control, json.loads(settings.to_json()))
 
-    return ChildProcess.fork(_TEMPLATE, run)
+    return ChildProcess(_TEMPLATE, *fork(run))
 
 
 def _start_template(settings: EdgeSettings) -> ChildProcess:
-    return ChildProcess.start(
-        _TEMPLATE,
-        "pdserve_router.api.edge_child",
-        [settings.to_json()],
-        env={**os.environ, **_ENVIRONMENT},
-    )
+    module, env = "pdserve_router.api.edge_child", {**os.environ, **_ENVIRONMENT}
+    return ChildProcess(_TEMPLATE, *start(module, [settings.to_json()], env=env))
 
 
 class _Template:
@@ -307,9 +303,7 @@ class _Template:
             self.has_ended = True
             if not self.is_ready.done():
                 self.is_ready.set_result(False)
-            self._control.close()
-            self._process.kill()
-            self._process.end(_GRACE_S)
+            self._process.close()
 
 
 async def _ask(
