@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 # A failed assertion of a harness says as much as one of a test.
 pytest.register_assert_rewrite("support")
 
-from pdserve_common import processes  # noqa: E402
+from pdserve_common.processes import child  # noqa: E402
 from support import fork_server  # noqa: E402
 from support.certificates import CertificateAuthority  # noqa: E402
 from support.hub import FakeHub  # noqa: E402
@@ -45,7 +45,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 def _forked_children() -> Iterator[None]:
     """The children of engines and routers in this process are forked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "spawn", fork_server.spawn)
+        patch.setattr(child, "spawn", fork_server.spawn)
         yield
 
 

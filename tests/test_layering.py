@@ -30,7 +30,7 @@ OURS = {"pdserve", *PACKAGES}
 FLOORS = {
     "pdserve_engine": (
         ("combinations",),
-        ("config", "frames", "grammar"),
+        ("config", "grammar"),
         ("request",),
         ("kv", "lora", "sampling", "spec_decode"),
         ("models",),
@@ -88,6 +88,14 @@ READ_THE_CLOCK = {
     "engine/pdserve_engine/models/loader.py": "the start of a process, its log",
     "router/pdserve_router/api/edge_processes.py": "processes of the machine",
     "worker/pdserve_worker/self_check.py": "the start of a process, its log",
+}
+
+# Who may start processes besides the room for it, which has how a child dies with its parent.
+PROCESSES = "common/pdserve_common/processes/"
+STARTS_PROCESSES = {
+    "client/pdserve_client/stack.py": "commands, which outlive a terminal and drain at its end",
+    "kernels/pdserve_kernels/cpu/build.py": "a compiler, and kernels import nothing of ours",
+    "router/pdserve_router/processes.py": "the router itself, once more: they say nothing",
 }
 
 
@@ -202,6 +210,20 @@ def test_the_clock_is_handed_in() -> None:
         ]
     assert not wrong, "\n".join(wrong)
     assert not [where for where in READ_THE_CLOCK if not (ROOT / where).exists()]
+
+
+def starts_processes(path: Path) -> bool:
+    libraries = {"subprocess", "multiprocessing"}
+    calls = ("os.fork", "os.posix_spawn", "asyncio.create_subprocess", "asyncio.subprocess")
+    tree = ast.parse(path.read_text())
+    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = attributes | {name for _, name in imports(path)}
+    return any(name.startswith(calls) or name.split(".")[0] in libraries for name in names)
+
+
+def test_processes_are_started_in_one_room() -> None:
+    found = {str(path.relative_to(ROOT)) for _, path in modules() if starts_processes(path)}
+    assert {where for where in found if not where.startswith(PROCESSES)} == set(STARTS_PROCESSES)
 
 
 def test_only_the_edges_touch_generated_code() -> None:

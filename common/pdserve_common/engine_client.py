@@ -12,7 +12,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
 )
 from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ResultT
 
 OutputsCallback = Callable[[EngineCoreOutputs], None]
 KVCacheEventsCallback = Callable[[KVCacheEvents], None]

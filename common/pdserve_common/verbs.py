@@ -5,51 +5,18 @@ made. ControlService has an RPC of the same name for each: the request's fields 
 the response's only field is its result.
 """
 
-import re
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any
 
 from pdserve_common.config import MAX_NAME_CHARS, is_adapter_name
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRARequest
+from pdserve_common.processes.calls import Call
 
 # What sleeping gives up and waking up takes back, in the order in which it is taken back.
 SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
 MAX_SLEEP_LEVEL = 2
-
-ResultT = TypeVar("ResultT")
-CallT = TypeVar("CallT", bound="Call[Any]")
-HandlerT = TypeVar("HandlerT")
-# How an object of HandlerT carries a call out.
-Handler = Callable[[HandlerT, CallT], Coroutine[Any, Any, ResultT]]
-
-
-class Call(Generic[ResultT]):
-    """What an engine is asked for, to be answered with a ResultT."""
-
-    __slots__ = ()
-    # Does a defect in it leave the engine as it was? Then it fails the verb alone.
-    IS_CONTAINED: ClassVar[bool] = False
-
-    @classmethod
-    def title(cls) -> str:
-        """Its name in words, for messages."""
-        return re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__).lower()
-
-    @classmethod
-    def result_type(cls) -> Any:
-        """What ResultT is."""
-        (base,) = vars(cls)["__orig_bases__"]
-        return get_args(base)[0]
-
-    @classmethod
-    def handled_by(
-        cls: type[CallT], handler: Handler[HandlerT, CallT, ResultT]
-    ) -> tuple[type[CallT], Handler[HandlerT, CallT, ResultT]]:
-        """Return an entry for a table of handlers; the type checker compares the two."""
-        return cls, handler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

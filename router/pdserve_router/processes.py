@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from pdserve_common.confined import die_with_parent
+from pdserve_common.processes.lifecycle import die_with_parent
 from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_router.config import RouterConfig
 

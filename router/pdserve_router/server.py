@@ -17,6 +17,7 @@ from pdserve_common import defects
 from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
 from pdserve_common.metrics import BuildMetrics, LimitMetrics, RouterMetrics
 from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.processes.child import ChildProcess
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer, open_channel
@@ -25,7 +26,7 @@ from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.api.body_guard import BodyGuard
-from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings, TemplateProcess
+from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
 from pdserve_router.api.host_guard import HostGuard
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
@@ -335,7 +336,7 @@ class RouterServer:
             await self._rpc.set_serving(self._is_serving)
 
 
-async def serve(config: RouterConfig, template: TemplateProcess) -> None:
+async def serve(config: RouterConfig, template: ChildProcess) -> None:
     """Run a router until SIGTERM or SIGINT, then drain. `template` is for its large requests."""
     logger.info("config: %s", config)
     raise_descriptor_limit()

@@ -11,10 +11,10 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRARequest
+from pdserve_common.processes.calls import Call
 from pdserve_common.verbs import (
     VERBS,
     AddLora,
-    Call,
     ListLoras,
     Pause,
     PinLora,

@@ -32,9 +32,9 @@ from pdserve_common.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
+from pdserve_common.processes.calls import Call
 from pdserve_common.verbs import (
     VERBS,
-    Call,
     ListLoras,
     Pause,
     PinLora,

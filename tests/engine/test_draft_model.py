@@ -34,6 +34,7 @@ from pdserve_engine.models.config import ModelError
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.drafter import Drafter
+from pdserve_engine.runner.rank_calls import RestoreKVCache, RestoreWeights, SleepRank
 from support import engines, requests
 from support.answers import Answer, answers
 from support.drafts import compute_all_drafts, make_noisy_model
@@ -513,11 +514,11 @@ def test_weights_and_kv_of_a_sleeping_draft_model_are_gone() -> None:
         drafter = drafter_of(engine)
         answers(engine, [make_request("a", make_prompt(70), params)])
         assert drafter.kv_cache.tensor.any()
-        engine.core.executor.sleep(2)
+        engine.core.executor.collective_rpc(SleepRank(2))
         assert drafter.model is None
         assert not drafter.kv_cache.tensor.any()
-        engine.core.executor.restore_weights()
-        engine.core.executor.restore_kv_cache()
+        engine.core.executor.collective_rpc(RestoreWeights())
+        engine.core.executor.collective_rpc(RestoreKVCache())
         assert drafter.model is not None
         assert not drafter.kv_cache.tensor.any()
         with counted_drafts() as counts:

@@ -23,6 +23,13 @@ from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.rank_calls import (
+    RestoreKVCache,
+    RestoreWeights,
+    SleepRank,
+    StartProfile,
+    StopProfile,
+)
 from pdserve_kernels.cpu.compiled import library_file
 from support import engines, requests
 from support.adapters import write_adapter
@@ -77,18 +84,19 @@ def test_it_sleeps_profiles_and_shows_its_blocks_as_one_rank_does(
     whole = load(model)
     expected = tokens_of(whole, "a", ignore_eos=True)
     core, executor = engine.core, engine.core.executor
-    core.wait_for(executor.start_profile())
+    core.wait_for(executor.collective_rpc_behind_steps(StartProfile()))
     assert tokens_of(engine, "a", ignore_eos=True) == expected
-    assert Path(core.wait_for(executor.stop_profile())).is_file()
+    paths = core.wait_for(executor.collective_rpc_behind_steps(StopProfile()))
+    assert all(Path(path).is_file() for path in paths)
     with pytest.raises(FailedPreconditionError):
-        core.wait_for(executor.stop_profile())
+        core.wait_for(executor.collective_rpc_behind_steps(StopProfile()))
     blocks = range(8)
     assert executor.block_checksums(blocks) == whole.core.executor.block_checksums(blocks)
     assert whole.close()
     core.scheduler.kv.block_pool.reset_prefix_cache()
-    assert executor.sleep(2) >= 0
-    executor.restore_weights()
-    executor.restore_kv_cache()
+    assert sum(executor.collective_rpc(SleepRank(2))) >= 0
+    executor.collective_rpc(RestoreWeights())
+    executor.collective_rpc(RestoreKVCache())
     assert tokens_of(engine, "b", ignore_eos=True) == expected
 
 

@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from pdserve_common.processes.calls import Answer, Failed
+from pdserve_common.processes.connection import Connection
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages, ranks
-from pdserve_engine.executor.messages import Failed, Message
+from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.ranks import Ranks
-from pdserve_engine.frames import Answer, FrameCodec
+from pdserve_engine.runner.rank_calls import SleepRank
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.clock import Clock
 from support.waiting import wait_until
@@ -36,8 +39,8 @@ class FakeProcess:
     def __init__(self, rank: int, cores: str, descriptors: Sequence[int], codec: Any) -> None:
         self.rank, self.pid = rank, 0
         self._codec: FrameCodec[Message] = codec
-        self._reader = codec.reader()
-        self.connection, calls = socket.socketpair()
+        ours, calls = socket.socketpair()
+        self.calls = Connection(ours, codec)
         self.steps, steps = socket.socketpair()
         self._theirs = (calls, steps)
         self.is_killed = False
@@ -61,25 +64,19 @@ class FakeProcess:
                 elif answer is not None:
                     theirs.sendall(self._codec.encode(answer, number))
 
-    def send(self, frame: bytes) -> None:
-        self.connection.sendall(frame)
-
-    def receive(self) -> Iterator[tuple[Message, int]]:
-        data = self.connection.recv(1 << 16)
-        if not data:
-            raise EOFError("the connection has ended")
-        yield from self._reader.feed(data)
-
     def kill(self) -> None:
         self.is_killed = True
         for theirs in self._theirs:
             theirs.shutdown(socket.SHUT_RDWR)
 
     def describe_end(self) -> str:
-        return "it was ended by SIGKILL" if self.is_killed else ""
+        return "was ended by SIGKILL" if self.is_killed else ""
 
-    def close(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> None:
         self.kill()
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -138,10 +135,10 @@ def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ran
 
 def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
     both = make_ranks(says(True), says(True))
-    both.ask(messages.SleepRank(1), messages.SleepRank(2)).result(TIMEOUT_S)
+    both.ask(SleepRank(1), SleepRank(2)).result(TIMEOUT_S)
     both.tell(messages.Poke(), ranks=[1])
-    wait_until(lambda: FakeProcess.all[1].taken == [messages.SleepRank(2), messages.Poke()])
-    assert FakeProcess.all[0].taken == [messages.SleepRank(1)]
+    wait_until(lambda: FakeProcess.all[1].taken == [SleepRank(2), messages.Poke()])
+    assert FakeProcess.all[0].taken == [SleepRank(1)]
 
 
 def test_what_comes_behind_steps_is_there_when_all_have_answered(

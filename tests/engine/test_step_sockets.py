@@ -6,10 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pdserve_common.processes.calls import Answer
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.step_sockets import StepSockets
-from pdserve_engine.frames import Answer
 
 TIMEOUT_S = 60.0
 NUM_FRAMES = 1000

@@ -33,28 +33,28 @@ from pdserve_common.engine_types import (
     PauseMode,
 )
 from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
+from pdserve_common.processes import channel as channel_module
+from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
+from pdserve_common.processes.channel import Channel
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.verbs import Call, Pause, Profile, Resume, Sleep
-from pdserve_engine.clients import channel as channel_module
+from pdserve_common.verbs import Pause, Profile, Resume, Sleep
 from pdserve_engine.clients import child as child_module
 from pdserve_engine.clients import subprocess as client_module
-from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.messages import (
     CODEC,
     MESSAGES,
     AddRequest,
     Drain,
     GetMetrics,
+    LinkLost,
     LoadEngine,
     Message,
     MetricsSnapshot,
-    Refusal,
-    StartFailed,
 )
 from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
 from support import fork_server
 from support.waiting import until
 
@@ -112,8 +112,8 @@ SAMPLES: list[Message] = [
     GetMetrics(),
     Answer.of(None),
     Answer.of("path"),
-    Refusal(ERROR),
-    StartFailed(kind="os", error=ERROR),
+    Failed("pdserve", ERROR),
+    Failed("os", ERROR),
 ]
 
 
@@ -190,7 +190,9 @@ class End:
     def __init__(self) -> None:
         self.messages: list[tuple[Message, int]] = []
         self.lost: list[str] = []
-        self.channel = Channel(lambda *message: self.messages.append(message), self.lost.append)
+        self.channel = Channel(
+            CODEC, lambda *message: self.messages.append(message), self.lost.append
+        )
         self.transport: asyncio.Transport
 
     async def connect(self, sock: socket.socket) -> None:
@@ -215,22 +217,22 @@ async def test_messages_of_several_threads_arrive_in_the_order_of_each(
 
     def send(thread: int) -> None:
         for number in range(500):
-            left.channel.send(Answer.of(number), thread)
+            left.channel.send(LinkLost(str(number)), thread)
 
     await asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(4)))
     await until(lambda: len(right.messages) == 2000)
     for thread in range(4):
         mine = [message for message, ref in right.messages if ref == thread]
-        assert mine == [Answer.of(number) for number in range(500)]
+        assert mine == [LinkLost(str(number)) for number in range(500)]
 
 
 async def test_what_was_sent_before_close_arrives(ends: tuple[End, End]) -> None:
     left, right = ends
-    left.channel.send(Answer.of("x" * 4_000_000))
+    left.channel.send(LinkLost("x" * 4_000_000))
     left.channel.close()
-    left.channel.send(Answer.of("late"))
+    left.channel.send(LinkLost("late"))
     await until(lambda: right.lost)
-    assert right.messages == [(Answer.of("x" * 4_000_000), 0)]
+    assert right.messages == [(LinkLost("x" * 4_000_000), 0)]
     assert len(left.lost) == len(right.lost) == 1
 
 
@@ -247,7 +249,7 @@ async def test_an_end_that_does_not_read_is_given_up(
     monkeypatch.setattr(channel_module, limit, value)
     left, right = ends
     right.transport.pause_reading()
-    left.channel.send(Answer.of("x" * 4_000_000))
+    left.channel.send(LinkLost("x" * 4_000_000))
     await until(lambda: left.lost)
     assert message in left.lost[0]
 
@@ -267,7 +269,7 @@ async def test_a_slow_end_that_reads_on_is_not(
     monkeypatch.setattr(loop, "call_later", watch)
     left, right = ends
     right.transport.pause_reading()
-    left.channel.send(Answer.of("x" * 4_000_000))
+    left.channel.send(LinkLost("x" * 4_000_000))
     await until(lambda: timers)
     right.transport.resume_reading()
     await until(lambda: right.messages)
@@ -406,7 +408,6 @@ PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 
 async def main():

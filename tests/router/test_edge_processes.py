@@ -10,7 +10,6 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import processes
 from pdserve_common.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -18,7 +17,8 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.metrics import RouterMetrics
-from pdserve_common.processes import spawn as spawn_anew
+from pdserve_common.processes import child
+from pdserve_common.processes.child import spawn as spawn_anew
 from pdserve_router.api import edge_processes
 from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
 from pdserve_router.requests.input_processor import InputProcessor
@@ -31,7 +31,7 @@ TIMEOUT_S = 180
 @pytest.fixture(autouse=True)
 def executed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other suites fork these processes."""
-    monkeypatch.setattr(processes, "spawn", spawn_anew)
+    monkeypatch.setattr(child, "spawn", spawn_anew)
 
 
 def settings(model_dir: Path) -> EdgeSettings:

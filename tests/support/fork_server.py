@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from pdserve_common import processes
-from pdserve_common.confined import die_with_parent
-from pdserve_common.processes import spawn as spawn_anew
+from pdserve_common.processes import child
+from pdserve_common.processes.child import spawn as spawn_anew
+from pdserve_common.processes.lifecycle import die_with_parent
 
 SERVICE_MODULES = ("pdserve_prefill.__main__", "pdserve_decode.__main__")
 # Torch is with the engine.
@@ -160,7 +160,7 @@ def spawn(
     pass_fds: Sequence[int] = (),
     env: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Do what `processes.spawn` does, in the processes of tests themselves."""
+    """Do what `child.spawn` does, in the processes of tests themselves."""
     return _spawn(_server, module, arguments, pass_fds=pass_fds, env=env)
 
 
@@ -319,7 +319,7 @@ def _become(job: Job) -> None:
     os.environ.update(job.environment)
     if job.has_ranks:
         server = _Server(_fork_server())
-        processes.spawn = functools.partial(_spawn, lambda modules: server)
+        child.spawn = functools.partial(_spawn, lambda modules: server)
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     importlib.invalidate_caches()
     with contextlib.suppress(ModuleNotFoundError):

@@ -1,6 +1,6 @@
 """The ranks of a model as threads of this process: quick to start, with the groups of processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import torch
 
+from pdserve_common.processes.calls import Answer, ResultT
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, RankCall
 from pdserve_engine.executor.groups import join_group, placed_ranks
 from pdserve_engine.executor.messages import AdapterCommand, RankPlace
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.frames import Answer
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage
@@ -82,9 +82,8 @@ class ThreadedRanks:
     def failure(self) -> str | None:
         return None
 
-    def poison(self, block_ids: Sequence[int]) -> None:
-        for rank in self._ranks:
-            rank.poison(block_ids)
+    def collective_rpc(self, call: RankCall[ResultT]) -> list[ResultT]:
+        return self._all(lambda rank: rank.collective_rpc(call)[0])
 
     def stop(self) -> bool:
         return all(self._all(lambda rank: rank.stop()))

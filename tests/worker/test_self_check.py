@@ -19,7 +19,8 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.verbs import Call, ResetPrefixCache
+from pdserve_common.processes.calls import Call
+from pdserve_common.verbs import ResetPrefixCache
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_worker.self_check import SelfCheckError, check_engine

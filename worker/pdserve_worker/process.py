@@ -22,7 +22,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import BuildMetrics, LimitMetrics
 from pdserve_common.metrics_server import MetricsServer
-from pdserve_common.processes import end_now
+from pdserve_common.processes.lifecycle import end_now
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tensor_metrics import TensorMetrics

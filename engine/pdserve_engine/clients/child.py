@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -16,7 +17,6 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineError,
     EngineInfo,
     FinishReason,
     SchedulerStats,
@@ -26,14 +26,13 @@ from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
-from pdserve_common.verbs import Call
+from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
+from pdserve_common.processes.channel import Channel
 from pdserve_engine.clients import messages
-from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost, host_links
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
-from pdserve_engine.frames import Answer, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +63,18 @@ class _EngineProcess:
     _engine: EngineClient | None = None
 
     def __init__(self) -> None:
-        self.channel = Channel(self._on_message, self._on_lost)
+        self.channel = Channel(messages.CODEC, self._on_message, self._on_lost)
         self._registry = CollectorRegistry()
         # Beside those of the worker's process, which have the same names without "engine_".
         ProcessCollector(namespace="engine", registry=self._registry)
         self._record = EngineStatsRecorder(EngineMetrics(self._registry))
-        self._load_message: asyncio.Future[messages.LoadEngine] = asyncio.Future()
+        self._load_call: asyncio.Future[tuple[messages.LoadEngine, int]] = asyncio.Future()
         self._close_asked = asyncio.Event()
         self._is_closing = False
         self._lost = asyncio.Event()
         self._links: dict[int, LinkHost] = {}
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
-        self._calls: dict[int, asyncio.Task[None]] = {}
         # Of live requests, until the other end says that they have ended.
         self._tensors: dict[bytes, bytes] = {}
         # Of the adapters, as they were told.
@@ -91,17 +89,14 @@ class _EngineProcess:
             costs="this engine",
             on_defect=lambda error: self.channel.abort(f"a heartbeat failed: {error!r}"),
         )
-        message = await self._load_message
-        setup_logging(message.log_level, message.engine_id)
+        call, ref = await self._load_call
+        setup_logging(call.log_level, call.engine_id)
         try:
-            engine = await self._load(message)
-        except PdserveError as error:
-            self._fail_to_start("pdserve", error.to_engine_error())
-        except OSError as error:
-            self._fail_to_start("os", _plain_error(error))
-        except ValueError as error:
-            self._fail_to_start("value", _plain_error(error))
+            engine = await self._load(call)
+        except (PdserveError, OSError, ValueError) as error:
+            self.channel.send(Failed.of(error), ref)
         else:
+            self._tell_ready(engine, ref)
             await self._close_asked.wait()
             await engine.close()
         heartbeat.cancel()
@@ -110,15 +105,17 @@ class _EngineProcess:
         await asyncio.wait_for(self._lost.wait(), FLUSH_TIMEOUT_S)
         return 0 if self._engine is not None else EXIT_NOT_LOADED
 
-    async def _load(self, message: messages.LoadEngine) -> EngineClient:
-        engine = await InprocEngineClient.load(
-            message.config,
-            role=message.role,
-            engine_id=message.engine_id,
+    async def _load(self, call: messages.LoadEngine) -> InprocEngineClient:
+        return await InprocEngineClient.load(
+            call.config,
+            role=call.role,
+            engine_id=call.engine_id,
             metrics=KVTransferMetrics(self._registry),
             grammar_metrics=GrammarMetrics(self._registry),
             on_step=self._on_step,
         )
+
+    def _tell_ready(self, engine: InprocEngineClient, ref: int) -> None:
         self._engine = engine
         # One client that hears of the engine's death even if there is no other.
         engine.register_client(lambda outputs: self._send_status())
@@ -127,11 +124,8 @@ class _EngineProcess:
         identities = {number: host.identity for number, host in self._links.items()}
         self._adapters_version = engine.info.adapters_version
         self._send_status()
-        self.channel.send(messages.EngineReady(info=engine.info, kv_identities=identities))
-        return engine
-
-    def _fail_to_start(self, kind: Literal["value", "os", "pdserve"], error: EngineError) -> None:
-        self.channel.send(messages.StartFailed(kind=kind, error=error))
+        ready = messages.EngineReady(info=engine.info, kv_identities=identities)
+        self.channel.send(Answer.of(ready), ref)
 
     # ---- what the engine says
 
@@ -181,7 +175,7 @@ class _EngineProcess:
 
     def _on_message(self, message: messages.Message, ref: int) -> None:
         if isinstance(message, messages.LoadEngine):
-            self._load_message.set_result(message)
+            self._load_call.set_result((message, ref))
         elif isinstance(message, messages.Close):
             self._close_asked.set()
         elif self._engine is None:
@@ -207,11 +201,8 @@ class _EngineProcess:
             engine.record_kv_cache_events(self.channel.send)
         elif isinstance(message, messages.UnregisterClient):
             engine.unregister_client(self._client_indexes.pop(ref))
-        elif isinstance(message, messages.CancelCall):
-            if ref in self._calls:
-                self._calls[ref].cancel()
         elif isinstance(message, Call):
-            self._calls[ref] = asyncio.create_task(self._answer(engine, message, ref))
+            self.channel.answer(message, ref, functools.partial(self._handle, engine))
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
 
@@ -235,16 +226,11 @@ class _EngineProcess:
 
     # ---- calls
 
-    async def _answer(self, engine: EngineClient, call: Call[Any], call_id: int) -> None:
-        answer: messages.CallAnswer
+    async def _handle(self, engine: EngineClient, call: Call[Any]) -> object:
         try:
-            answer = Answer.of(await self._perform(engine, call))
-        except PdserveError as error:
-            answer = messages.Refusal(error.to_engine_error())
+            return await self._perform(engine, call)
         finally:
-            del self._calls[call_id]
-        self._send_status()
-        self.channel.send(answer, call_id)
+            self._send_status()
 
     async def _perform(self, engine: EngineClient, call: Call[Any]) -> object:
         if isinstance(call, messages.Drain):
@@ -259,7 +245,3 @@ def _tensors_of(request: EngineCoreRequest, held: Tensors) -> Tensors:
     refs = (feature.data for feature in request.mm_features)
     keys = (ref.content_hash for ref in refs if ref is not None)
     return {key: held[key] for key in keys if key in held}
-
-
-def _plain_error(error: Exception) -> EngineError:
-    return PdserveError(str(error)).to_engine_error()

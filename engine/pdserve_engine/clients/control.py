@@ -19,7 +19,8 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
-from pdserve_common.verbs import READING_VERBS, Call, ResultT
+from pdserve_common.processes.calls import Call, ResultT
+from pdserve_common.verbs import READING_VERBS
 from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.

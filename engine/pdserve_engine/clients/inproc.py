@@ -35,7 +35,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ResultT
 from pdserve_engine.clients.control import ControlClient
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners

@@ -45,6 +45,7 @@ from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_man
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.plugins import load_general_plugins
 from pdserve_engine.runner.rank import Rank
+from pdserve_engine.runner.rank_calls import Poison
 from pdserve_engine.spec_decode.factory import make_proposer
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def _load(
     hub = _make_hub(config, model)
     adapters = _load_adapters(config, executor, hub)
     if config.poison_freed_blocks:
-        manager.block_pool.on_dead = executor.poison
+        manager.block_pool.on_dead = lambda ids: executor.collective_rpc(Poison(tuple(ids)))
     if config.speculation != "none" and config.has_async_scheduling:
         logger.info("with speculation no step is planned ahead of another: drafts need its tokens")
     step_seq = _StepCounter()

@@ -4,14 +4,13 @@ time.monotonic() means the same.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pdserve_common.defects import Loop
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineError,
     EngineInfo,
     SchedulerStats,
 )
@@ -34,17 +33,28 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.verbs import VERBS, Call
+from pdserve_common.processes.calls import Answer, Call, CancelCall, Failed
+from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.verbs import VERBS
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.kv_transfer.base import KVIdentity
 
 # ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadEngine:
-    """The first message: what to load."""
+class EngineReady:
+    """The engine is loaded. `kv_identities` has an entry for each connector, by its links' numbers
+    modulo 2.
+    """
+
+    info: EngineInfo
+    kv_identities: dict[int, KVIdentity]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadEngine(Call[EngineReady]):
+    """The first message: what to load. Raises ValueError, OSError or a PdserveError."""
 
     config: EngineConfig
     role: Role
@@ -96,11 +106,6 @@ class Close:
     """Stop the engine and exit."""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelCall:
-    """Nobody waits for the answer to a call, which it refers to, any more."""
-
-
 # ---- from the engine process
 
 
@@ -122,31 +127,6 @@ class EngineDefect:
     """The engine process has logged a defect; the worker counts it."""
 
     loop: Loop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReady:
-    """The engine is loaded. `kv_identities` has an entry for each connector, by its links' numbers
-    modulo 2.
-    """
-
-    info: EngineInfo
-    kv_identities: dict[int, KVIdentity]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartFailed:
-    """The engine cannot be loaded: which kind of exception says so, and what it says."""
-
-    kind: Literal["value", "os", "pdserve"]
-    error: EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A call's PdserveError."""
-
-    error: EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +211,6 @@ class LinkClosed:
     reason: str
 
 
-CallAnswer = Answer | Refusal
 LinkMessage = (
     KVLinkHello | Granted | Later | Revoke | CancelRequest | Release | KVLinkHeartbeat
     | KVLinkWelcome | GrantRequest | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
@@ -239,15 +218,14 @@ LinkMessage = (
     | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
 )  # fmt: skip
 _OneWay = (
-    LoadEngine | RegisterClient | UnregisterClient | AddRequest | ForgetTensors | AbortRequests
-    | Close
-    | CancelCall | RecordKVCacheEvents
-    | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer | KVCacheEvents
+    RegisterClient | UnregisterClient | AddRequest | ForgetTensors | AbortRequests
+    | Close | CancelCall | RecordKVCacheEvents
+    | EngineStatus | EngineCoreOutputs | Answer | Failed | KVCacheEvents
     | LoRAAdapters | EngineDefect
     | LinkMessage
 )  # fmt: skip
 Message = _OneWay | Call[Any]
 
-MESSAGES: tuple[type, ...] = (*get_args(_OneWay), Drain, GetMetrics, *VERBS)
+MESSAGES: tuple[type, ...] = (*get_args(_OneWay), LoadEngine, Drain, GetMetrics, *VERBS)
 
 CODEC: FrameCodec[Message] = FrameCodec(MESSAGES)

@@ -4,14 +4,11 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import signal
-import socket
-import subprocess
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import defects, processes
+from pdserve_common import defects
 from pdserve_common.engine_client import (
     NO_TENSORS,
     EngineState,
@@ -30,20 +27,19 @@ from pdserve_common.errors import (
     DrainingError,
     EngineDeadError,
     OverloadedError,
-    error_from_engine,
 )
 from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, keep_calling
+from pdserve_common.liveness import HEARTBEAT_S, keep_calling
 from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ProtocolError, ResultT
+from pdserve_common.processes.channel import MAX_UNSENT_BYTES, Channel
+from pdserve_common.processes.child import ChildProcess, start
 from pdserve_engine.clients import messages
-from pdserve_engine.clients.channel import MAX_UNSENT_BYTES, Channel
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.metrics import EngineProcessCollector
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.clients.sent_tensors import SentTensors
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.frames import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +63,11 @@ class SubprocessEngineClient:
     connector: ProducerProxy | ConsumerProxy | None = None
     # The same for links over which prefixes are read.
     prefix_connector: ProducerProxy | ConsumerProxy | None = None
-    _process: "subprocess.Popen[bytes]"
-    _channel: Channel
+    _process: ChildProcess
+    _channel: Channel[messages.Message]
     _status: messages.EngineStatus
 
     def __init__(self) -> None:
-        self._ready: asyncio.Future[messages.EngineReady] = (
-            asyncio.get_running_loop().create_future()
-        )
         self._lost = asyncio.Event()
         self._clients: dict[int, OutputsCallback] = {}
         self._owners = RequestOwners()
@@ -83,11 +76,8 @@ class SubprocessEngineClient:
         self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
         # By their links' numbers modulo 2.
         self._proxies: dict[int, ProducerProxy | ConsumerProxy] = {}
-        self._calls: dict[int, asyncio.Future[messages.CallAnswer]] = {}
-        self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
-        self._awake = AwakeClock(HEARTBEAT_S)
-        self._last_heard = self._awake()
+        self._is_loaded = False
         self._is_draining = False
         self._is_closing = False
         self._error: str | None = None
@@ -115,8 +105,7 @@ class SubprocessEngineClient:
         client = cls()
         await client._start_process()
         try:
-            client._channel.send(load)
-            await client._become_ready(role)
+            client._become_ready(await client._channel.call(load, None), role)
             snapshot = await client.call(messages.GetMetrics())
         except BaseException:  # a cancelled start leaves no process behind either
             client._is_closing = True
@@ -129,15 +118,15 @@ class SubprocessEngineClient:
         return client
 
     async def _start_process(self) -> None:
-        self._process, ours = _spawn()
-        _, self._channel = await asyncio.get_running_loop().create_unix_connection(
-            lambda: Channel(self._on_message, self._on_lost), sock=ours
-        )
+        self._process = ChildProcess("the engine process", *start("pdserve_engine.clients"))
+        self._channel = Channel(messages.CODEC, self._on_message, self._on_lost)
+        (end,) = self._process.sockets
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=end)
         costs = "a look at the engine process"
         self._tasks.append(keep_calling("engine", HEARTBEAT_S, self._tick, costs=costs))
 
-    async def _become_ready(self, role: Role) -> None:
-        ready = await self._ready
+    def _become_ready(self, ready: messages.EngineReady, role: Role) -> None:
+        self._is_loaded = True
         self.info = ready.info
         name = ready.info.kv_transport
         for proxy in (ProducerProxy, ConsumerProxy):
@@ -207,8 +196,9 @@ class SubprocessEngineClient:
     def problem(self) -> str | None:
         if self._error is not None:
             return self._error
-        if self._silence_s > SILENCE_S and not self._is_closing:
-            return f"the engine process has said nothing for {self._silence_s:.0f} s"
+        silence_s = self._channel.silence_s
+        if silence_s > SILENCE_S and not self._is_closing:
+            return f"the engine process has said nothing for {silence_s:.0f} s"
         return self._status.problem
 
     # ---- calls
@@ -222,22 +212,7 @@ class SubprocessEngineClient:
         """
         if not self.is_alive():
             raise EngineDeadError(self._error or "the engine is closed")
-        call_id = next(self._call_ids)
-        future: asyncio.Future[messages.CallAnswer] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self._channel.send(call, call_id)
-        try:
-            answer = await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            name = type(call).__name__
-            raise DeadlineExceededError(f"{name} got no answer within {timeout_s:g} s") from None
-        finally:
-            del self._calls[call_id]
-            if future.cancelled():
-                self._channel.send(messages.CancelCall(), call_id)
-        if isinstance(answer, messages.Refusal):
-            raise error_from_engine(answer.error)
-        return answer.result_of(call)
+        return await self._channel.call(call, timeout_s)
 
     # ---- the end
 
@@ -266,22 +241,12 @@ class SubprocessEngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._reap)
-        self._fail_calls("the engine is closed")
-
-    def _reap(self) -> int:
-        """Wait for the process to end and return its status. Blocks."""
-        try:
-            return self._process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the engine process does not end and is killed")
-            self._process.kill()
-            return self._process.wait()
+        await asyncio.to_thread(self._process.end, EXIT_TIMEOUT_S)
+        self._channel.fail_calls(EngineDeadError("the engine is closed"))
 
     # ---- what the process says
 
     def _on_message(self, message: messages.Message, ref: int) -> None:
-        self._last_heard = self._awake()
         if self._error is not None:
             return
         if isinstance(message, messages.EngineStatus):
@@ -296,23 +261,8 @@ class SubprocessEngineClient:
             self._on_kv_cache_events(message)
         elif isinstance(message, messages.LinkMessage) and ref % 2 in self._proxies:
             self._proxies[ref % 2].deliver(message, ref)
-        elif isinstance(message, messages.CallAnswer):
-            future = self._calls.get(ref)
-            if future is not None and not future.done():
-                future.set_result(message)
-        elif isinstance(message, messages.EngineReady | messages.StartFailed):
-            self._on_started(message)
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
-
-    def _on_started(self, message: messages.EngineReady | messages.StartFailed) -> None:
-        if self._ready.done():
-            return
-        if isinstance(message, messages.EngineReady):
-            self._ready.set_result(message)
-        else:
-            self._is_closing = True
-            self._ready.set_exception(_start_error(message))
 
     def _on_outputs(self, message: EngineCoreOutputs, client_index: int) -> None:
         outputs = self._owners.release_ended(message.outputs)
@@ -331,15 +281,10 @@ class SubprocessEngineClient:
         if not status.is_alive and not self._is_closing:
             self._die(status.problem or "the engine died")
 
-    @property
-    def _silence_s(self) -> float:
-        return self._awake() - self._last_heard
-
     def _tick(self) -> None:
-        self._awake.tick()
-        if self._silence_s > LOADING_SILENCE_S and not self._ready.done():
-            error = EngineDeadError("the engine process hangs while loading")
-            self._ready.set_exception(error)
+        self._channel.tick()
+        if self._channel.silence_s > LOADING_SILENCE_S and not self._is_loaded:
+            self._channel.fail_calls(EngineDeadError("the engine process hangs while loading"))
 
     def _on_lost(self, reason: str) -> None:
         self._lost.set()
@@ -350,51 +295,18 @@ class SubprocessEngineClient:
 
     async def _on_process_end(self, reason: str) -> None:
         """The process is gone, or as good as gone: find out how, and tell everyone."""
-        status = await asyncio.get_running_loop().run_in_executor(None, self._reap)
-        self._die(f"the engine process {_describe(status)}: {reason}")
+        await asyncio.to_thread(self._process.end, EXIT_TIMEOUT_S)
+        self._die(f"the engine process {self._process.describe_end()}: {reason}")
 
     def _die(self, error: str) -> None:
         """Give every client its last message, and whoever waits an exception."""
         logger.error("%s", error)
         self._error = error
         self._owners.clear()
-        if not self._ready.done():
-            self._ready.set_exception(EngineDeadError(error))
-        self._fail_calls(error)
+        self._channel.fail_calls(EngineDeadError(error))
         for proxy in self._proxies.values():
             proxy.close(error)
         engine_dead = EngineDeadError(error).to_engine_error()
         for callback in list(self._clients.values()):
             with defects.contained("engine", "a client word of the engine's death"):
                 callback(EngineCoreOutputs(engine_dead=engine_dead))
-
-    def _fail_calls(self, error: str) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(error))
-
-
-def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """Start an engine process. It dies with the thread that calls this, where the system can."""
-    ours, theirs = socket.socketpair()
-    fd = theirs.fileno()
-    with theirs:
-        try:
-            process = processes.spawn("pdserve_engine.clients", [str(fd)], pass_fds=(fd,))
-        except OSError:
-            ours.close()
-            raise
-    return process, ours
-
-
-def _start_error(failed: messages.StartFailed) -> Exception:
-    if failed.kind == "pdserve":
-        return error_from_engine(failed.error)
-    kinds = {"value": ValueError, "os": OSError}
-    return kinds[failed.kind](failed.error.message)
-
-
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    return f"was ended by {signal.Signals(-status).name}"

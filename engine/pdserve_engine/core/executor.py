@@ -1,10 +1,12 @@
 """The seam between an engine and what runs its model, in however many processes."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from pdserve_common.processes.calls import Call, ResultT
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -37,6 +39,15 @@ class PackedAdapter(NamedTuple):
     # The largest of its linears.
     rank: int
     weights: Any
+
+
+class RankCall(Call[ResultT]):
+    """What all ranks are asked to do: the arguments, and how a rank of `runner/rank.py` does it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def run(self, rank: Any) -> ResultT: ...
 
 
 class Pending(Protocol[T_co]):
@@ -145,41 +156,19 @@ class Executor(Protocol):
         """Why no step can run any more, or None. Any thread."""
         ...
 
-    # ---- an operator's calls
+    # ---- what all ranks do
 
-    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
-        """Give back what a sleep level says, but not the KV pool's memory with `keeps_pool`; return
-        how many bytes there are more of.
+    def collective_rpc(self, call: RankCall[ResultT]) -> list[ResultT]:
+        """Have each rank carry out a call of `runner/rank_calls.py`, beside steps, and return the
+        results by rank. Raises what the call raises.
         """
         ...
 
-    def restore_weights(self) -> None:
-        """Take the weights back; no-op if they are there. Raises OSError or ValueError if they
-        cannot be read or have changed, RuntimeError for want of memory.
-        """
-        ...
-
-    def restore_kv_cache(self) -> None:
-        """Take the pool's memory back, zeroed; no-op if it is there. Raises RuntimeError for want
-        of memory.
-        """
-        ...
-
-    def start_profile(self) -> Pending[None]:
-        """Record what the model does, from behind the steps in flight on. Its exception may be
-        FailedPreconditionError.
-        """
-        ...
-
-    def stop_profile(self) -> Pending[str]:
-        """Bring the trace's path. Its exception may be FailedPreconditionError."""
+    def collective_rpc_behind_steps(self, call: RankCall[ResultT]) -> Pending[list[ResultT]]:
+        """Do the same behind the steps in flight, and before those that follow."""
         ...
 
     # ---- tools for tests
-
-    def poison(self, block_ids: Sequence[int]) -> None:
-        """Fill free blocks with NaN, at once: steps may be in flight."""
-        ...
 
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Return for each block one number for each KV head of the whole model, block by block, as

@@ -5,19 +5,18 @@ A message of the engine has a number; the answer refers to it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from pdserve_common.engine_types import EngineError
-from pdserve_common.errors import PdserveError, error_from_engine
 from pdserve_common.kv_types import KVRankEndpoint
-from pdserve_common.verbs import Call
+from pdserve_common.processes.calls import Answer, Call, Failed
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
-from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
 from pdserve_engine.kv_transfer.shards import KVPeer
 from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.runner.rank_calls import RANK_CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,48 +81,6 @@ class MakePool(Call[None]):
 
     num_blocks: int
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class SleepRank(Call[int]):
-    """As Executor.sleep."""
-
-    level: int
-    keeps_pool: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreWeights(Call[None]):
-    """As Executor.restore_weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreKVCache(Call[None]):
-    """As Executor.restore_kv_cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartProfile(Call[None]):
-    """As Executor.start_profile."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopProfile(Call[str]):
-    """As Executor.stop_profile."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockChecksums(Call[tuple[int, ...]]):
-    """As Executor.block_checksums."""
-
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Poison(Call[None]):
-    """As Executor.poison."""
-
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,34 +186,6 @@ class TransportFailed:
     reason: str
 
 
-# ---- from a rank
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """What was asked for has raised: which kind of exception, and what it says."""
-
-    kind: Literal["value", "os", "pdserve", "other"]
-    error: EngineError
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Failed":
-        if isinstance(error, PdserveError):
-            return cls("pdserve", error.to_engine_error())
-        plain = PdserveError(str(error)).to_engine_error()
-        if isinstance(error, ValueError):
-            return cls("value", plain)
-        if isinstance(error, OSError):
-            return cls("os", plain)
-        return cls("other", plain)
-
-    def to_exception(self) -> Exception:
-        if self.kind == "pdserve":
-            return error_from_engine(self.error)
-        kinds: dict[str, Callable[[str], Exception]] = {"value": ValueError, "os": OSError}
-        return kinds.get(self.kind, RuntimeError)(self.error.message)
-
-
 # ---- adapters
 
 
@@ -312,9 +241,8 @@ Message = Answer | Failed | _OneWay | Call[Any]
 # Their places are their numbers. The first three have them in all versions.
 MESSAGES: tuple[type, ...] = (
     DescribeBuild, Answer, Failed, *get_args(_OneWay),
-    LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
-    StartProfile, StopProfile, ReadAdapter, Poison, BlockChecksums, OpenTransport, CloseTransport,
-    StopRank,
+    LoadRank, DetermineNumBlocks, MakePool, ReadAdapter, OpenTransport, CloseTransport, StopRank,
+    *RANK_CALLS,
 )  # fmt: skip
 
 

@@ -4,16 +4,16 @@ import dataclasses
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pdserve_common.call_thread import CallThread
 from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_cores
 from pdserve_common.kv_types import KVShard
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import Call, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages
@@ -28,6 +28,7 @@ from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.shards import merge_checksums
 from pdserve_engine.request.sched_output import EMPTY_MODEL_RUNNER_OUTPUT, SchedulerOutput
+from pdserve_engine.runner.rank_calls import BlockChecksums
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,6 @@ STOP_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 5.0
 # What a call may take that reads weights or computes the largest step.
 CALL_TIMEOUT_S = 1800.0
-
-T = TypeVar("T")
 
 
 class MultiprocExecutor:
@@ -92,7 +91,7 @@ class MultiprocExecutor:
     # ---- loading
 
     def load(self) -> LoadedModel:
-        builds: list[dict[str, str]] = self._call(messages.DescribeBuild())
+        builds: list[dict[str, str]] = self.collective_rpc(messages.DescribeBuild())
         check_equal("the engine", this_build(), builds)
         log_level = logging.getLevelName(logging.getLogger().level).lower()
         calls = [
@@ -108,10 +107,10 @@ class MultiprocExecutor:
         return loaded[0].model
 
     def determine_num_blocks(self) -> int:
-        return min(self._call(messages.DetermineNumBlocks()))
+        return min(self.collective_rpc(messages.DetermineNumBlocks()))
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
-        self._call(messages.MakePool(num_blocks=num_blocks, max_model_len=max_model_len))
+        self.collective_rpc(messages.MakePool(num_blocks=num_blocks, max_model_len=max_model_len))
 
     def open_block_copier(self) -> BlockCopier:
         raise AssertionError("the config of several ranks is refused")
@@ -125,7 +124,7 @@ class MultiprocExecutor:
             )
             for rank in range(len(self._ranks))
         ]
-        endpoints = self._call(messages.OpenTransport(identity))
+        endpoints = self.collective_rpc(messages.OpenTransport(identity))
         for transport, endpoint in zip(self._transports, endpoints, strict=True):
             transport.opened(endpoint)
         self._shards = [endpoint.shard for endpoint in endpoints if endpoint.shard is not None]
@@ -138,8 +137,9 @@ class MultiprocExecutor:
             nothing: Future[ExecutedStep] = Future()
             nothing.set_result(ExecutedStep(EMPTY_MODEL_RUNNER_OUTPUT, 0.0))
             return nothing
-        steps = self._ranks.ask_behind_steps(scheduler_output)
-        return _Then(steps, lambda answers: answers[self._output_rank])
+        return self._ranks.ask_behind_steps(
+            scheduler_output, lambda answers: answers[self._output_rank]
+        )
 
     def recover(self) -> None:
         self._ranks.tell_behind_steps(messages.Recover())
@@ -147,31 +147,20 @@ class MultiprocExecutor:
     def failure(self) -> str | None:
         return self._ranks.failure
 
-    # ---- an operator's calls
+    # ---- what all ranks do
 
-    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
-        return sum(self._call(messages.SleepRank(level, keeps_pool)))
+    def collective_rpc(self, call: Call[ResultT]) -> list[ResultT]:
+        return _results(self._ranks.ask(call), call)
 
-    def restore_weights(self) -> None:
-        self._call(messages.RestoreWeights())
-
-    def restore_kv_cache(self) -> None:
-        self._call(messages.RestoreKVCache())
-
-    def start_profile(self) -> Pending[None]:
-        return self._first(messages.StartProfile())
-
-    def stop_profile(self) -> Pending[str]:
-        return self._first(messages.StopProfile())
+    def collective_rpc_behind_steps(self, call: Call[ResultT]) -> Pending[list[ResultT]]:
+        return self._ranks.ask_behind_steps(
+            call, lambda answers: [answer.result_of(call) for answer in answers]
+        )
 
     # ---- tools for tests
 
-    def poison(self, block_ids: Sequence[int]) -> None:
-        # Answered: a later step, and a READ into these blocks, go another way.
-        self._call(messages.Poison(tuple(block_ids)))
-
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        parts = self._call(messages.BlockChecksums(tuple(block_ids)))
+        parts = self.collective_rpc(BlockChecksums(tuple(block_ids)))
         return merge_checksums(self._shards, parts, self._num_kv_heads)
 
     # ---- the end
@@ -201,16 +190,6 @@ class MultiprocExecutor:
         self._ranks.close(EXIT_TIMEOUT_S)
         self._events.close(EXIT_TIMEOUT_S)
         self._folder.cleanup()
-
-    # ---- asking the ranks
-
-    def _call(self, call: Call[ResultT]) -> list[ResultT]:
-        return _results(self._ranks.ask(call), call)
-
-    def _first(self, call: Call[ResultT]) -> Pending[ResultT]:
-        """What rank 0 answers to what all do, behind steps."""
-        answers = self._ranks.ask_behind_steps(call)
-        return _Then(answers, lambda answers: answers[0].result_of(call))
 
     def _close_transport(self, rank: int) -> None:
         if self.failure() is not None:
@@ -254,19 +233,3 @@ def _results(
     answers: Pending[list[Any]], call: Call[ResultT], timeout_s: float = CALL_TIMEOUT_S
 ) -> list[ResultT]:
     return [answer.result_of(call) for answer in answers.result(timeout_s)]
-
-
-class _Then(Generic[T]):
-    """What a function makes of the answers. Implements core.executor.Pending."""
-
-    def __init__(self, answers: Pending[list[Any]], function: Callable[[list[Any]], T]) -> None:
-        self._answers = answers
-        self._function = function
-
-    def result(self, timeout: float | None = None) -> T:
-        """See Pending."""
-        return self._function(self._answers.result(timeout))
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See Pending."""
-        return self._answers.exception(timeout)

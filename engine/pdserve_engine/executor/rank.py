@@ -1,22 +1,16 @@
 """python -m pdserve_engine.executor.rank CALLS STEPS CORES: started by MultiprocExecutor alone."""
 
 import os
-import signal
 import socket
 import sys
 
-from pdserve_common.confined import die_with_parent
 from pdserve_common.cores import confine_process, parse_cores
-from pdserve_common.processes import end_now
+from pdserve_common.processes.lifecycle import be_child, end_now
 
 
 def main() -> None:
     """Serve on the inherited sockets, on CORES unless that is empty, and end the process."""
-    # The worker decides when its ranks end, also when a signal goes to the whole group.
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
-    # The sockets tell as well, but not while the engine is being imported.
-    die_with_parent()
+    be_child()
     if cores := sys.argv[3]:
         confine_process(parse_cores(cores))  # before OpenMP counts them
     # gloo and NCCL listen on an address of the host otherwise.

@@ -8,17 +8,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from pdserve_common.processes.calls import Answer, Failed
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
 from pdserve_engine.executor.messages import (
     AdapterCommand,
     AddAdapter,
     DiscardAdapter,
-    Failed,
     ReadAdapter,
     ReadAdapterResult,
     RemoveAdapter,
 )
-from pdserve_engine.frames import Answer
 from pdserve_engine.kv.memory import out_of_memory_reason
 from pdserve_engine.lora.adapter_config import LoraError
 

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 
 from pdserve_common.call_thread import CallerThread
 from pdserve_common.logging import setup_logging
+from pdserve_common.processes.calls import Call, Failed, Handlers, answer
+from pdserve_common.processes.connection import Connection
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.build import this_build
@@ -28,19 +30,17 @@ from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.rank_adapters import AdapterHost
 from pdserve_engine.executor.rank_transport import TransportHost
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.plugins import load_general_plugins
 from pdserve_engine.runner.rank import Rank
+from pdserve_engine.runner.rank_calls import RANK_CALLS
 
 logger = logging.getLogger(__name__)
 
 EXIT_LOST = 3
-# More takes longer to allocate than to fill.
-RECEIVE_BYTES = 1 << 16
 # How often the transport is looked at.
 CHECK_S = 0.5
 
@@ -71,32 +71,12 @@ def _ends_process(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except ConnectionError as error:
+        logger.error("no connection to the engine any more: %s", error)
+        os._exit(EXIT_LOST)
     except BaseException:  # whatever it is: the engine waits for this process's answers
         logger.exception("a defect of %s costs this engine", what)
         os._exit(EXIT_LOST)
-
-
-class _Connection:
-    """An end of a socket. Any thread may send."""
-
-    def __init__(self, connection: socket.socket, codec: FrameCodec[Message]) -> None:
-        self._connection = connection
-        self._codec = codec
-        self._reader = codec.reader()
-        self._send_lock = threading.Lock()
-
-    def send(self, message: Message, number: int) -> None:
-        frame = self._codec.encode(message, number)
-        with self._send_lock:
-            self._connection.sendall(frame)
-
-    def receive(self) -> Iterator[tuple[Message, int]]:
-        """Wait, and yield what has come. Ends the process if the other end is gone."""
-        data = self._connection.recv(RECEIVE_BYTES)
-        if not data:
-            logger.error("no connection to the engine any more")
-            os._exit(EXIT_LOST)
-        yield from self._reader.feed(data)
 
 
 class _RankServer:
@@ -109,26 +89,7 @@ class _RankServer:
 
     def __init__(self, calls: socket.socket, steps: socket.socket) -> None:
         codec = messages.make_codec(self.read_grammar)
-        self.calls, self._steps = _Connection(calls, codec), _Connection(steps, codec)
-        self._perform: dict[type, Callable[[Any], object]] = {
-            messages.DescribeBuild: lambda call: this_build(),
-            messages.LoadRank: self._load,
-            messages.DetermineNumBlocks: lambda call: self._executor.determine_num_blocks(),
-            messages.MakePool: self._make_pool,
-            messages.SleepRank: lambda call: self._executor.sleep(
-                call.level, keeps_pool=call.keeps_pool
-            ),
-            messages.RestoreWeights: lambda call: self._executor.restore_weights(),
-            messages.RestoreKVCache: lambda call: self._executor.restore_kv_cache(),
-            messages.StartProfile: lambda call: self._executor.start_profile().result(),
-            messages.StopProfile: lambda call: self._executor.stop_profile().result(),
-            messages.ReadAdapter: lambda call: self._adapters.read(call),
-            messages.Poison: lambda call: self._executor.poison(call.block_ids),
-            messages.BlockChecksums: lambda call: self._executor.block_checksums(call.block_ids),
-            messages.OpenTransport: self._open_transport,
-            messages.CloseTransport: self._close_transport,
-            messages.StopRank: lambda call: self._executor.stop(),
-        }
+        self.calls, self._steps = Connection(calls, codec), Connection(steps, codec)
 
     def read_grammar(self, text: str, first_mask_s: float) -> CompiledGrammar:
         """Return the grammar of a text that the engine has made of one."""
@@ -142,15 +103,14 @@ class _RankServer:
             assert self._transport is not None, message
             self._transport.handle(message)
         else:
-            args = (self.calls, number, self._perform[type(message)], message)
+            args = (self.calls, number, message)
             threading.Thread(target=self.answer, args=args).start()
 
     def run_steps(self) -> None:
         """Run steps, and do what comes behind them, one after the other. Never returns."""
         with _ends_process("the thread that runs steps"):
-            while True:
-                for message, number in self._steps.receive():
-                    self._run(message, number)
+            for message, number in self._steps.messages():
+                self._run(message, number)
 
     def _run(self, message: Message, number: int) -> None:
         if isinstance(message, SchedulerOutput):
@@ -163,20 +123,13 @@ class _RankServer:
         elif isinstance(message, messages.Recover):
             self._executor.recover()
         else:
-            self.answer(self._steps, number, self._perform[type(message)], message)
+            assert isinstance(message, Call), message
+            self.answer(self._steps, number, message)
 
-    def answer(
-        self, connection: _Connection, number: int, perform: Callable[..., object], *args: object
-    ) -> None:
+    def answer(self, connection: Connection[Message], number: int, call: Call[Any]) -> None:
         """Do what a call asks for, and send what comes of it."""
         with _ends_process("a call"):
-            try:
-                answer: Message = Answer.of(perform(*args))
-            except BaseException as error:  # whoever waits gets it
-                if not isinstance(error, ValueError | OSError):
-                    logger.exception("%s failed", args)
-                answer = messages.Failed.of(error)
-            connection.send(answer, number)
+            connection.send(answer(call, _HANDLERS, self), number)
 
     def check(self) -> None:
         """Look whether all is well; to be called often."""
@@ -190,7 +143,7 @@ class _RankServer:
                 self._steps.send(step.result(), number)
             else:
                 logger.error("a step failed", exc_info=error)
-                self._steps.send(messages.Failed.of(RuntimeError(str(error))), number)
+                self._steps.send(Failed.of(RuntimeError(str(error))), number)
 
     def _make_pool(self, call: messages.MakePool) -> None:
         self._executor.make_pool(call.num_blocks, max_model_len=call.max_model_len)
@@ -232,3 +185,16 @@ class _RankServer:
             model_thread=CallerThread(),
         )
         return messages.LoadedRank(self._executor.load(), self._source.compatibility_hash)
+
+
+_HANDLERS: Handlers[_RankServer] = {
+    messages.DescribeBuild: lambda server, call: this_build(),
+    messages.LoadRank: _RankServer._load,
+    messages.DetermineNumBlocks: lambda server, call: server._executor.determine_num_blocks(),
+    messages.MakePool: _RankServer._make_pool,
+    messages.ReadAdapter: lambda server, call: server._adapters.read(call),
+    messages.OpenTransport: _RankServer._open_transport,
+    messages.CloseTransport: _RankServer._close_transport,
+    messages.StopRank: lambda server, call: server._executor.stop(),
+    **{cls: lambda server, call: server._executor.collective_rpc(call)[0] for cls in RANK_CALLS},
+}

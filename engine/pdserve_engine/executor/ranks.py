@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve_common import defects
+from pdserve_common.processes.calls import Failed, ProtocolError
 from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.messages import Message, TransportEvent
 from pdserve_engine.executor.rank_process import RankProcess
 from pdserve_engine.executor.step_sockets import StepSockets
-from pdserve_engine.frames import ProtocolError
 from pdserve_engine.grammar.native import CompiledGrammar
 
 logger = logging.getLogger(__name__)
@@ -42,20 +42,23 @@ class _Pending:
 
 
 class StepAnswers:
-    """What all ranks answer to what was asked behind steps. Implements core.executor.Pending."""
+    """What comes of that which all ranks answer behind steps. Implements core.executor.Pending."""
 
     def __init__(
         self,
         future: "Future[list[Any]]",
         read_until: Callable[["Future[list[Any]]", float | None], None],
+        take: Callable[[list[Any]], Any],
     ) -> None:
+        """`take` makes it of the answers."""
         self._future = future
         self._read_until = read_until
+        self._take = take
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None) -> Any:
         """See Pending; `timeout` is how long no rank may say anything."""
         self._read_until(self._future, timeout)
-        return self._future.result(0)
+        return self._take(self._future.result(0))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `result`."""
@@ -116,11 +119,15 @@ class Ranks:
         """Send what has no answer. Nothing happens if they are lost."""
         self._begin(self._send, [message], ranks, None)
 
-    def ask_behind_steps(self, message: Message) -> Pending[list[Any]]:
-        """Ask all for a step, or for what is to come behind those in flight."""
+    def ask_behind_steps(
+        self, message: Message, take: Callable[[list[Any]], Any] = list
+    ) -> Pending[Any]:
+        """Ask all for a step, or for what is to come behind those in flight; `take` makes the
+        result of their answers.
+        """
         future: Future[list[Any]] = Future()
         self._begin(self._send_behind_steps, [message], None, future)
-        return StepAnswers(future, self._read_until)
+        return StepAnswers(future, self._read_until, take)
 
     def tell_behind_steps(self, message: Message) -> None:
         """Tell all, behind the steps in flight, what has no answer. Nothing happens if they are
@@ -133,7 +140,8 @@ class Ranks:
         self._is_closing = True
         deadline = self._clock() + timeout_s
         for process in self._processes:
-            process.close(max(0.0, deadline - self._clock()))
+            process.end(max(0.0, deadline - self._clock()))
+            process.close()
         self._thread.join(timeout_s)
 
     def expect_end(self) -> None:
@@ -187,7 +195,7 @@ class Ranks:
         self.kill(reason)
 
     def _send(self, rank: int, frame: bytes) -> None:
-        self._processes[rank].send(frame)
+        self._processes[rank].calls.send_frame(frame)
 
     def _send_behind_steps(self, rank: int, frame: bytes) -> None:
         self._steps.send(rank, frame)
@@ -226,10 +234,10 @@ class Ranks:
         """Until all ranks are gone."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
-                selector.register(process.connection, selectors.EVENT_READ, process)
+                selector.register(process.calls.socket, selectors.EVENT_READ, process)
             while selector.get_map():
                 for key, _ in selector.select(TICK_S):
-                    if not self._take_in(key.data, key.data.receive()):
+                    if not self._take_in(key.data, key.data.calls.receive()):
                         selector.unregister(key.fileobj)
                 self._check_failures()
 
@@ -241,9 +249,10 @@ class Ranks:
                     self._on_event(process.rank, message)
                 else:
                     self._on_answer(process.rank, message, number)
-        except (OSError, EOFError, ProtocolError) as error:
+        except (OSError, ProtocolError) as error:
             if not self._is_closing:
-                self.kill(f"rank {process.rank} is gone: {process.describe_end() or error}")
+                end = process.describe_end()
+                self.kill(f"rank {process.rank} is gone: {f'it {end}' if end else error}")
             return False
         return True
 
@@ -253,7 +262,7 @@ class Ranks:
             if pending is None:
                 return
             pending.answers[rank] = message
-            if isinstance(message, messages.Failed) and pending.failed_at is None:
+            if isinstance(message, Failed) and pending.failed_at is None:
                 pending.failed_at = self._clock()
             if len(pending.answers) < len(pending.ranks):
                 return
@@ -272,7 +281,7 @@ class Ranks:
             pending.future.set_result(answers)
             return
         rank, failure = failed
-        if not all(isinstance(answer, messages.Failed) for answer in answers):
+        if not all(isinstance(answer, Failed) for answer in answers):
             self.kill(f"rank {rank} has failed where others have not: {failure.error.message}")
         pending.future.set_exception(failure.to_exception())
 
@@ -292,9 +301,9 @@ class Ranks:
             self.kill(f"rank {rank} has failed, others still compute: {failure.error.message}")
 
 
-def _find_failure(pending: _Pending) -> tuple[int, messages.Failed] | None:
+def _find_failure(pending: _Pending) -> tuple[int, Failed] | None:
     for rank, answer in sorted(pending.answers.items()):
-        if isinstance(answer, messages.Failed):
+        if isinstance(answer, Failed):
             return rank, answer
     return None
 

@@ -6,11 +6,9 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
+from pdserve_common.processes.connection import Connection
+from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.executor.messages import Message
-from pdserve_engine.frames import FrameCodec
-
-# More takes longer to allocate than to fill.
-RECEIVE_BYTES = 1 << 16
 
 
 class StepSockets:
@@ -21,7 +19,7 @@ class StepSockets:
 
     def __init__(self, connections: Sequence[socket.socket], codec: FrameCodec[Message]) -> None:
         self._connections = connections
-        self._readers = [codec.reader() for _ in connections]
+        self._receive = [Connection(each, codec).receive for each in connections]
         # By rank: what it has not taken yet.
         self._unsent = [bytearray() for _ in connections]
         self._send_lock = threading.Lock()
@@ -53,13 +51,8 @@ class StepSockets:
         return []
 
     def receive(self, rank: int) -> Iterator[tuple[Message, int]]:
-        """Yield what a rank has said; there is something. Raises OSError, EOFError or
-        ProtocolError.
-        """
-        data = self._connections[rank].recv(RECEIVE_BYTES)
-        if not data:
-            raise EOFError("the connection has ended")
-        yield from self._readers[rank].feed(data)
+        """Yield what a rank has said; there is something. Raises OSError or ProtocolError."""
+        return self._receive[rank]()
 
     def _send_rest(self, rank: int) -> None:
         unsent = self._unsent[rank]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from pdserve_common.call_thread import CallerThread, Calls, CallThread
-from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
+from pdserve_common.processes.calls import ResultT
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, RankCall
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import (
@@ -77,23 +78,11 @@ class UniprocExecutor:
     def failure(self) -> str | None:
         return self._failure
 
-    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
-        return self.rank.sleep(level, keeps_pool=keeps_pool)
+    def collective_rpc(self, call: RankCall[ResultT]) -> list[ResultT]:
+        return [call.run(self.rank)]
 
-    def restore_weights(self) -> None:
-        self.rank.restore_weights()
-
-    def restore_kv_cache(self) -> None:
-        self.rank.restore_kv_cache()
-
-    def start_profile(self) -> "Future[None]":
-        return self._model_thread.submit(self.rank.profiler.start)
-
-    def stop_profile(self) -> "Future[str]":
-        return self._model_thread.submit(self.rank.profiler.stop)
-
-    def poison(self, block_ids: Sequence[int]) -> None:
-        self.rank.kv_cache.poison(block_ids)
+    def collective_rpc_behind_steps(self, call: RankCall[ResultT]) -> "Future[list[ResultT]]":
+        return self._model_thread.submit(lambda: self.collective_rpc(call))
 
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self.rank.kv_cache.block_checksums(block_ids)

@@ -1,15 +1,14 @@
 """python -m pdserve_engine.grammar FD: started by CompilerProcess alone."""
 
-import signal
 import socket
 import sys
+
+from pdserve_common.processes.lifecycle import be_child
 
 
 def main() -> None:
     """Compile what comes over the inherited socket until its other end closes."""
-    # The engine decides when its compiler ends, also when a signal goes to the whole group.
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    be_child()
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to import, and not needed
     from pdserve_engine.grammar.child import serve
 

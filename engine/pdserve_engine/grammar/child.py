@@ -2,7 +2,6 @@
 whose death harms nobody.
 """
 
-import contextlib
 import os
 import re
 import resource
@@ -12,21 +11,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
-from pdserve_common.confined import confine, die_with_parent
+from pdserve_common.processes.calls import Answer, Handlers
+from pdserve_common.processes.connection import Connection, answer_calls
+from pdserve_common.processes.lifecycle import confine, fork
 from pdserve_engine.grammar.messages import (
-    READY,
-    Answer,
+    CODEC,
+    Compile,
     Compiled,
     CompiledLarge,
     Killed,
+    LoadVocabulary,
+    Outcome,
     Refused,
     TimedOut,
-    decode_answer,
-    encode_answer,
-    receive_frame,
-    send_frame,
 )
 from pdserve_engine.grammar.native import TokenizerInfo, compile_structural_tag
 
@@ -46,40 +44,50 @@ LOWEST_PRIORITY = 19
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
-def serve(connection: socket.socket) -> None:
-    """Read the tokenizer info, then answer each text in turn; return when the engine is gone."""
-    die_with_parent()
-    with contextlib.suppress(ConnectionError):
-        tokenizer_info = TokenizerInfo.deserialize(receive_frame(connection).decode())
-        send_frame(connection, READY)
+class _Compiler:
+    _tokenizer_info: TokenizerInfo
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def load(self, call: LoadVocabulary) -> None:
+        self._tokenizer_info = TokenizerInfo.deserialize(call.tokenizer_info)
         os.nice(LOWEST_PRIORITY)  # also what hands answers on: megabytes of them take their time
-        while True:
-            text = receive_frame(connection).decode(errors="surrogatepass")
-            answer = _compile_in_fork(text, tokenizer_info, connection)
-            send_frame(connection, encode_answer(answer))
+
+    def compile(self, call: Compile) -> Outcome:
+        text = call.text.decode(errors="surrogatepass")
+        reader, writer = os.pipe()
+
+        def compile_in_fork() -> None:
+            self._connection.close()
+            os.close(reader)
+            _compile_to(writer, text, self._tokenizer_info)
+
+        pid = fork(compile_in_fork)
+        os.close(writer)
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            body = _read_all(pipe.fileno(), MAX_WALL_S)
+        if body is None:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if body is None:
+            return TimedOut(MAX_WALL_S)
+        return _judge(call, os.waitstatus_to_exitcode(status), body)
 
 
-def _compile_in_fork(text: str, tokenizer_info: TokenizerInfo, connection: socket.socket) -> Answer:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        os.close(reader)
-        _compile_and_exit(text, tokenizer_info, writer)
-    os.close(writer)
-    with os.fdopen(reader, "rb", buffering=0) as pipe:
-        body = _read_all(pipe.fileno(), MAX_WALL_S)
-    if body is None:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    if body is None:
-        return TimedOut(MAX_WALL_S)
-    return _judge(os.waitstatus_to_exitcode(status), body)
+_HANDLERS: Handlers[_Compiler] = dict(
+    [LoadVocabulary.handled_by(_Compiler.load), Compile.handled_by(_Compiler.compile)]
+)
 
 
-def _judge(exit_code: int, body: bytes) -> Answer:
+def serve(connection: socket.socket) -> None:
+    """Load a vocabulary and compile texts in turn; return when the engine is gone."""
+    answer_calls(Connection(connection, CODEC), _HANDLERS, _Compiler(connection))
+
+
+def _judge(call: Compile, exit_code: int, body: bytes) -> Outcome:
     if exit_code == 0:
-        return decode_answer(body)
+        return Answer(body).result_of(call)
     if exit_code == -signal.SIGXCPU:
         return Refused(f"it takes more than {MAX_CPU_S} s of CPU time to compile")
     if exit_code == -signal.SIGKILL:
@@ -104,18 +112,13 @@ def _read_all(
 # ---- in the fork
 
 
-def _compile_and_exit(text: str, tokenizer_info: TokenizerInfo, writer: int) -> NoReturn:
-    exit_code = 1
-    try:
-        _confine()
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(encode_answer(_compile(text, tokenizer_info)))
-        exit_code = 0
-    finally:
-        os._exit(exit_code)
+def _compile_to(writer: int, text: str, tokenizer_info: TokenizerInfo) -> None:
+    _confine()
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(Answer.of(_compile(text, tokenizer_info)).result)
 
 
-def _compile(text: str, tokenizer_info: TokenizerInfo) -> Answer:
+def _compile(text: str, tokenizer_info: TokenizerInfo) -> Outcome:
     try:
         grammar = compile_structural_tag(text, tokenizer_info)
     except MemoryError:

@@ -1,18 +1,12 @@
-"""What crosses between an engine and its grammar compiler, and its encoding.
+"""What an engine asks its grammar compiler for, and what comes of it."""
 
-A frame is the length of its body and the body. To the compiler these are texts, the tokenizer info
-first; from it, READY and then an answer to each text. Both ends are one build on one machine.
-"""
-
-import socket
-import struct
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-READY = b"ready"
-# A vocabulary of 256,000 tokens takes 10 MB, a grammar at most MAX_SENT_BYTES.
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-_LENGTH = struct.Struct("!I")
+from pdserve_common.processes.calls import Answer, Call, Failed
+from pdserve_common.processes.frames import FrameCodec
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -42,35 +36,21 @@ class Killed(msgspec.Struct, frozen=True, tag=True):
     """Somebody else ended the compilation."""
 
 
-Answer = Compiled | CompiledLarge | Refused | TimedOut | Killed
-
-encode_answer = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Answer)
+Outcome = Compiled | CompiledLarge | Refused | TimedOut | Killed
 
 
-def decode_answer(body: bytes) -> Answer:
-    answer: Answer = _decoder.decode(body)
-    return answer
+@dataclass(frozen=True, slots=True)
+class LoadVocabulary(Call[None]):
+    """The first call: a tokenizer info."""
+
+    tokenizer_info: str
 
 
-def send_frame(connection: socket.socket, body: bytes) -> None:
-    """Raises OSError."""
-    connection.sendall(_LENGTH.pack(len(body)) + body)
+@dataclass(frozen=True, slots=True)
+class Compile(Call[Outcome]):
+    """Compile a structural tag. Its text may have lone surrogates: UTF-8 with `surrogatepass`."""
+
+    text: bytes
 
 
-def receive_frame(connection: socket.socket) -> bytes:
-    """Raises OSError, also if the other end is gone."""
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise OSError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are expected")
-    return _receive(connection, length)
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    body = bytearray()
-    while len(body) < num_bytes:
-        piece = connection.recv(min(num_bytes - len(body), 1 << 20))
-        if not piece:
-            raise ConnectionResetError("the other end is gone")
-        body += piece
-    return bytes(body)
+CODEC: FrameCodec[Any] = FrameCodec((Answer, Failed, LoadVocabulary, Compile))

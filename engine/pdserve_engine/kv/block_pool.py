@@ -94,7 +94,7 @@ class BlockPool:
         num_blocks: int,
         *,
         enable_caching: bool,
-        on_dead: Callable[[Sequence[int]], None] | None = None,
+        on_dead: Callable[[Sequence[int]], object] | None = None,
     ) -> None:
         """`on_dead` is told the ids of blocks whose content nobody can ask for any more: free, and
         without a hash. It may be set later.

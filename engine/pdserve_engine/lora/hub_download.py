@@ -1,42 +1,42 @@
 """The process that downloads an adapter: two files of one commit, neither larger than allowed.
 
-    python -m pdserve_engine.lora.hub_download OWNER/NAME REVISION MAX_WEIGHTS_BYTES
+    python -m pdserve_engine.lora.hub_download FD
 
-It prints the folder, or why there is none, and ends with 0, REFUSED or UNREACHABLE. Folders are
-kept, one for each commit. The environment says where the hub is (HF_ENDPOINT), who asks (HF_TOKEN)
-and where folders lie (HF_HOME).
+It is started by HubFetch alone. Folders are kept, one for each commit. The environment says where
+the hub is (HF_ENDPOINT), who asks (HF_TOKEN) and where folders lie (HF_HOME).
 """
 
 import errno
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 
-from pdserve_common.confined import die_with_parent
 from pdserve_common.hub_path import is_commit
+from pdserve_common.processes.connection import Connection, answer_calls
+from pdserve_common.processes.lifecycle import die_with_parent
 from pdserve_engine.lora.adapter_config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
     WEIGHTS_FILE,
     LoraError,
 )
-from pdserve_engine.lora.hub import REFUSED, UNREACHABLE
+from pdserve_engine.lora.hub import CODEC, Download
 
 FOLDER = "pdserve-adapters"
 
 
-def main() -> int:
-    repository, revision, max_weights_bytes = sys.argv[1:]
+def main() -> None:
     die_with_parent()
     # Before the library reads it: files of its other protocol come from other hosts, uncounted.
     os.environ["HF_HUB_DISABLE_XET"] = "1"
-    try:
-        print(download(repository, revision, int(max_weights_bytes)))
-    except (LoraError, ConnectionError) as error:
-        print(error)
-        return REFUSED if isinstance(error, LoraError) else UNREACHABLE
-    return 0
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])), CODEC)
+    answer_calls(connection, dict([Download.handled_by(_download)]), None)
+
+
+def _download(_: None, call: Download) -> str:
+    return str(download(call.repository, call.revision, call.max_weights_bytes))
 
 
 def download(repository: str, revision: str, max_weights_bytes: int) -> Path:
@@ -117,4 +117,4 @@ def _explained(error: Exception, repository: str, revision: str) -> LoraError | 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

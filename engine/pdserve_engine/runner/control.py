@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError, PdserveError
 from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, LoRARequest
+from pdserve_common.processes.calls import Handlers
 from pdserve_common.verbs import (
     SLEEP_TAGS,
     AddLora,
-    Call,
-    Handler,
     ListLoras,
     Pause,
     PinLora,
@@ -39,6 +38,7 @@ from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.adapter import folder_below
 from pdserve_engine.lora.adapter_config import MAX_SHOWN, LoraError
 from pdserve_engine.lora.hub import FetchAdapter, HubUnreachableError
+from pdserve_engine.runner import rank_calls
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,9 @@ class EngineControl:
         """
         if not verb.start:
             return self._stop_profile()
-        self._core.wait_for(self._core.executor.start_profile())
+        self._core.wait_for(
+            self._core.executor.collective_rpc_behind_steps(rank_calls.StartProfile())
+        )
         self._profile_end = self._core.step_seq + MAX_PROFILE_STEPS
         self._profile_path = None
         return ""
@@ -360,7 +362,7 @@ class EngineControl:
         self._asleep = set(SLEEP_TAGS)
         self._sleep_level = level
         keeps_pool = self._transfer is not None and not self._transfer.suspend()
-        return self._core.executor.sleep(level, keeps_pool=keeps_pool)
+        return sum(self._core.executor.collective_rpc(rank_calls.SleepRank(level, keeps_pool)))
 
     def _reset_prefix_cache(self, *, keeps_tiers: bool = False) -> int:
         self._core.finish_steps()
@@ -375,9 +377,9 @@ class EngineControl:
         try:
             with _out_of_memory_is_refused(tag):
                 if tag == "weights":
-                    self._core.executor.restore_weights()
+                    self._core.executor.collective_rpc(rank_calls.RestoreWeights())
                 elif tag == "kv_cache":
-                    self._core.executor.restore_kv_cache()
+                    self._core.executor.collective_rpc(rank_calls.RestoreKVCache())
                     if self._transfer is not None:
                         self._transfer.resume()
                 else:
@@ -395,7 +397,10 @@ class EngineControl:
         """Return the path of the trace, also of one that ended by itself."""
         self._profile_end = None
         path, self._profile_path = self._profile_path, None
-        return path or self._core.wait_for(self._core.executor.stop_profile())
+        if path:
+            return path
+        stopping = self._core.executor.collective_rpc_behind_steps(rank_calls.StopProfile())
+        return self._core.wait_for(stopping)[0]
 
 
 @contextmanager
@@ -425,7 +430,7 @@ def _out_of_memory_is_refused(what: str) -> Iterator[None]:
         raise FailedPreconditionError(message) from error
 
 
-HANDLERS: Mapping[type[Call[Any]], Handler[EngineControl, Any, Any]] = dict(
+HANDLERS: Handlers[EngineControl] = dict(
     [
         Pause.handled_by(EngineControl.pause),
         Resume.handled_by(EngineControl.resume),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Its calls are those of `core.executor.Executor`, which says when each may come."""
+    """`core.executor.Executor` and `rank_calls.py` say when each of its methods may be called."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, *, name: str) -> None:
         """`name` begins the names of traces."""

@@ -6,6 +6,7 @@ make and takes its memory with it when it ends. It has one thread, and uses no g
 """
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import io
@@ -15,24 +16,24 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from pdserve_common.confined import confine, die_with_parent
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.logging import setup_logging
+from pdserve_common.processes.connection import Connection
+from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.processes.lifecycle import be_child, confine, end_now, fork
 from pdserve_router.api.no_torch import hide_torch
 
 if TYPE_CHECKING:
     from pdserve_router.requests.input_processor import InputProcessor
 
-# In front of a job: the lengths of its description and of the request; of an answer: its length,
-# and how many pieces it has.
-LENGTHS = struct.Struct("!QQ")
-ANSWER = struct.Struct("!QQ")
+# A job is two messages: what is called with what, and the request. An answer refers to the number
+# of its pieces.
+CODEC: FrameCodec[bytes] = FrameCodec((bytes,))
 # Of the router, of the template when it has loaded the tokenizer, and in front of a connection.
 READY = b"r"
 # Where jobs are. By name, as these modules import this one.
@@ -41,27 +42,17 @@ _JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
 _NICENESS = 5
 
 
-def main() -> NoReturn:
+def main() -> None:
     settings = json.loads(sys.argv[2])
     setup_logging(settings["log_level"], settings["router_id"])
     be_template(socket.socket(fileno=int(sys.argv[1])), settings)
+    end_now(0)
 
 
-def be_template(control: socket.socket, settings: dict[str, Any]) -> NoReturn:
+def be_template(control: socket.socket, settings: dict[str, Any]) -> None:
     """Fork a child for each connection that comes over `control`, until that ends."""
-    try:
-        _copy_for_each(control, settings)
-        os._exit(0)
-    except BaseException:  # whatever it is: a fork must not go on with what the router does
-        traceback.print_exc()
-        os._exit(1)
-
-
-def _copy_for_each(control: socket.socket, settings: dict[str, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when it ends
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    be_child()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries children
-    die_with_parent()
     os.nice(_NICENESS)
     if not control.recv(len(READY)):
         return  # the router could not start
@@ -73,10 +64,13 @@ def _copy_for_each(control: socket.socket, settings: dict[str, Any]) -> None:
         _, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not fds:
             return
-        with socket.socket(fileno=fds[0]) as connection:
-            if os.fork() == 0:
+        with socket.socket(fileno=fds[0]) as end:
+
+            def serve() -> None:
                 control.close()
-                _serve(connection, processor, settings)
+                _serve(end, processor, settings)
+
+            fork(serve)
 
 
 def _load(settings: dict[str, Any]) -> "InputProcessor":
@@ -100,24 +94,18 @@ def _load(settings: dict[str, Any]) -> "InputProcessor":
     )
 
 
-def _serve(
-    connection: socket.socket, processor: "InputProcessor", settings: dict[str, int]
-) -> None:
-    """Do one job and end this process."""
-    try:
-        _bound(settings["max_memory_bytes"], settings["timeout_s"])
-        head_length, raw_length = LENGTHS.unpack(_receive(connection, LENGTHS.size))
-        function, args = pickle.loads(_receive(connection, head_length))
-        raw = bytes(_receive(connection, raw_length))
-        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+def _serve(end: socket.socket, processor: "InputProcessor", settings: dict[str, int]) -> None:
+    """Do one job."""
+    _bound(settings["max_memory_bytes"], settings["timeout_s"])
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        messages = Connection(end, CODEC).messages()
+        (call, _), (raw, _) = next(messages), next(messages)
+        function, args = pickle.loads(call)
+        threading.Thread(target=_end_with, args=(end,), daemon=True).start()
         value, error = _do(processor, settings["max_memory_bytes"], function, raw, args)
         answer, num_pieces = _pickle(value, error)
-        connection.sendall(ANSWER.pack(len(answer), num_pieces))
-        connection.sendall(answer)
-    except OSError:
-        pass  # nobody waits for it any more
-    finally:
-        os._exit(0)
+        end.sendall(CODEC.header(bytes, len(answer), num_pieces))
+        end.sendall(answer)
 
 
 def _bound(max_memory_bytes: int, timeout_s: float) -> None:
@@ -127,19 +115,9 @@ def _bound(max_memory_bytes: int, timeout_s: float) -> None:
     confine(max_memory_bytes)
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        if not (num_received := connection.recv_into(view)):
-            raise ConnectionError("the router has gone")
-        view = view[num_received:]
-    return data
-
-
-def _end_with(connection: socket.socket) -> None:
+def _end_with(end: socket.socket) -> None:
     """The router sends nothing more, but closes the connection when nobody waits any more."""
-    connection.recv(1)
+    end.recv(1)
     os._exit(0)
 
 

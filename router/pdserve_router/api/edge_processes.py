@@ -5,24 +5,23 @@ loop goes on meanwhile: threads would share its GIL.
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import logging
 import os
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from pdserve_common import processes
 from pdserve_common.errors import DeadlineExceededError, OverloadedError, PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.api.edge_child import ANSWER, LENGTHS, READY, be_template
+from pdserve_common.processes.child import ChildProcess, fork, start
+from pdserve_common.processes.connection import receive_one
+from pdserve_router.api.edge_child import CODEC, READY, be_template
 from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
@@ -115,7 +114,7 @@ class EdgeProcesses:
         metrics.large_requests_waiting.set_function(lambda: self._slots.num_waiting)
         metrics.large_request_bytes.set_function(lambda: self._held.num_bytes)
 
-    def start(self, template: "TemplateProcess") -> None:
+    def start(self, template: ChildProcess) -> None:
         """Copy this one for large requests. Without it, and after its end, the next large request
         starts one.
         """
@@ -239,6 +238,7 @@ class EdgeProcesses:
         self._outcomes.labels(outcome=outcome).inc()
 
 
+_TEMPLATE = "the process for large requests"
 # Threads of a library would not be there in a copy.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -247,65 +247,28 @@ _ENVIRONMENT = {
 }
 
 
-class _Process(Protocol):
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateProcess:
-    """The process that loads the tokenizer, and the socket over which it is asked for copies."""
-
-    process: _Process
-    control: socket.socket
-
-
-@dataclass(frozen=True, slots=True)
-class _Fork:
-    pid: int
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitpid(self.pid, 0)[1]
-
-
-def fork_template(settings: EdgeSettings) -> TemplateProcess:
+def fork_template(settings: EdgeSettings) -> ChildProcess:
     """Fork it off this process, which spares it the imports. Must be called before there are
     threads, connections, or ports that are listened on.
     """
-    control, theirs = socket.socketpair()
-    # What is there already is not copied when a collection looks at it.
-    gc.freeze()
-    pid = os.fork()
-    if pid == 0:
-        control.close()
+
+    def run(control: socket.socket) -> None:
         os.environ.update(_ENVIRONMENT)
-        be_template(theirs, json.loads(settings.to_json()))
-    gc.unfreeze()
-    theirs.close()
-    return TemplateProcess(_Fork(pid), control)
+        be_template(control, json.loads(settings.to_json()))
+
+    return ChildProcess(_TEMPLATE, *fork(run))
 
 
-def _start_template(settings: EdgeSettings) -> TemplateProcess:
-    control, theirs = socket.socketpair()
-    with theirs:
-        process = processes.spawn(
-            "pdserve_router.api.edge_child",
-            [str(theirs.fileno()), settings.to_json()],
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, **_ENVIRONMENT},
-        )
-    return TemplateProcess(process, control)
+def _start_template(settings: EdgeSettings) -> ChildProcess:
+    module, env = "pdserve_router.api.edge_child", {**os.environ, **_ENVIRONMENT}
+    return ChildProcess(_TEMPLATE, *start(module, [settings.to_json()], env=env))
 
 
 class _Template:
     """What watches the process of which all others are copies."""
 
-    def __init__(self, template: TemplateProcess) -> None:
-        self._process, self._control = template.process, template.control
+    def __init__(self, template: ChildProcess) -> None:
+        self._process, self._control = template, template.sockets[0]
         self._control.setblocking(False)
         with contextlib.suppress(OSError):  # it has ended, which is seen below
             self._control.send(READY)
@@ -335,14 +298,12 @@ class _Template:
         try:
             while await loop.sock_recv(self._control, 1):
                 self.is_ready.set_result(True)
-            logger.error("the process for large requests has ended, the next one starts another")
+            logger.error("%s has ended, the next one starts another", _TEMPLATE)
         finally:
             self.has_ended = True
             if not self.is_ready.done():
                 self.is_ready.set_result(False)
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
+            self._process.close()
 
 
 async def _ask(
@@ -350,14 +311,13 @@ async def _ask(
 ) -> tuple[object, PdserveError | str | None]:
     """Raises ConnectionError if the process ends before it has answered."""
     loop = asyncio.get_running_loop()
-    head = pickle.dumps((job, args), pickle.HIGHEST_PROTOCOL)
-    await loop.sock_sendall(connection, LENGTHS.pack(len(head), len(raw)) + head)
+    call = pickle.dumps((job, args), pickle.HIGHEST_PROTOCOL)
+    await loop.sock_sendall(connection, CODEC.encode(call) + CODEC.header(bytes, len(raw)))
     await loop.sock_sendall(connection, raw)
-    length, num_pieces = ANSWER.unpack(await _read(connection, ANSWER.size))
-    return await _unpickle(await _read(connection, length), num_pieces)
+    return await _unpickle(*await receive_one(connection, CODEC))
 
 
-async def _unpickle(data: bytearray, num_pieces: int) -> tuple[object, PdserveError | str | None]:
+async def _unpickle(data: bytes, num_pieces: int) -> tuple[object, PdserveError | str | None]:
     """Return an answer, which is the last of its pieces. Others' events come between them."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     until = time.monotonic() + _SLICE_S
@@ -368,17 +328,6 @@ async def _unpickle(data: bytearray, num_pieces: int) -> tuple[object, PdserveEr
             until = time.monotonic() + _SLICE_S
     answer: tuple[object, PdserveError | str | None] = unpickler.load()
     return answer
-
-
-async def _read(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        num_read = await asyncio.get_running_loop().sock_recv_into(connection, view)
-        if not num_read:
-            raise ConnectionError("the process has ended")
-        view = view[num_read:]
-    return data
 
 
 async def _read_to_end(connection: socket.socket) -> None:

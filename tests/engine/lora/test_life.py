@@ -19,15 +19,7 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.verbs import (
-    AddLora,
-    ListLoras,
-    PinLora,
-    RemoveLora,
-    Sleep,
-    UnpinLora,
-    WakeUp,
-)
+from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, UnpinLora, WakeUp
 from pdserve_engine.clients.launch import WorkerEngine
 from pdserve_engine.runner.adapters import RunnerAdapters
 from support import engines

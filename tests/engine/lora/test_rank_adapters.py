@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_common.processes.calls import Answer
 from pdserve_engine.core.executor import PackedAdapter
 from pdserve_engine.executor.messages import AdapterCommand, ReadAdapter
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
-from pdserve_engine.frames import Answer
 from pdserve_engine.lora.adapter_config import LoraError
 
 FOLDER = Path("adapters/a")

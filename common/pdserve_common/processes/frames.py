@@ -2,16 +2,16 @@
 
 A frame is a header (bytes of the body, type of the message, what it refers to) and the message in
 msgpack. It is decoded into exactly the type the header names, never into one that it names itself.
+Of a message that is bytes the body is these.
 """
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.processes.calls import ProtocolError
 
 # Far above what a step of the largest batch with all its logprobs takes.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -23,29 +23,6 @@ MessageT = TypeVar("MessageT")
 EncodeHook = Callable[[Any], Any]
 # The other way round, given the type that is wanted.
 DecodeHook = Callable[[type, Any], Any]
-
-
-class ProtocolError(Exception):
-    """The other end sent, or is to be sent, what no correct end sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A call's result, in msgpack."""
-
-    result: bytes
-
-    @classmethod
-    def of(cls, result: object) -> "Answer":
-        return cls(msgspec.msgpack.encode(result))
-
-    def result_of(self, call: Call[ResultT]) -> ResultT:
-        """Raises ProtocolError if it is not of the type of the call's results."""
-        try:
-            result: ResultT = msgspec.msgpack.decode(self.result, type=call.result_type())
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"answer to {type(call).__name__}: {error}") from error
-        return result
 
 
 class FrameCodec(Generic[MessageT]):
@@ -61,17 +38,23 @@ class FrameCodec(Generic[MessageT]):
         self.types = tuple(types)
         self._type_ids = {cls: number for number, cls in enumerate(self.types)}
         self._encode_body = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
-        self._decoders = [
-            msgspec.msgpack.Decoder[MessageT](cls, dec_hook=dec_hook) for cls in self.types
+        self._decoders: list[Callable[[memoryview], Any]] = [
+            bytes if cls is bytes else msgspec.msgpack.Decoder(cls, dec_hook=dec_hook).decode
+            for cls in self.types
         ]
 
     def encode(self, message: MessageT, ref: int = 0) -> bytes:
         """Return the frame. Raises ProtocolError for one that is too large."""
-        body = self._encode_body(message)
-        if len(body) > MAX_FRAME_BYTES:
-            name = type(message).__name__
-            raise ProtocolError(f"{name} has {len(body)} bytes, at most {MAX_FRAME_BYTES} fit")
-        return _HEADER.pack(len(body), self._type_ids[type(message)], ref) + body
+        body = message if isinstance(message, bytes) else self._encode_body(message)
+        return self.header(type(message), len(body), ref) + body
+
+    def header(self, cls: type, size: int, ref: int = 0) -> bytes:
+        """Return what comes in front of a body of so many bytes. Raises ProtocolError for one that
+        is too large.
+        """
+        if size > MAX_FRAME_BYTES:
+            raise ProtocolError(f"{cls.__name__} has {size} bytes, at most {MAX_FRAME_BYTES} fit")
+        return _HEADER.pack(size, self._type_ids[cls], ref)
 
     def reader(self) -> "FrameReader[MessageT]":
         return FrameReader(self)
@@ -79,9 +62,10 @@ class FrameCodec(Generic[MessageT]):
     def decode(self, type_id: int, body: memoryview) -> MessageT:
         """Raises ProtocolError if the body is not of the type of that number."""
         try:
-            return self._decoders[type_id].decode(body)
+            message: MessageT = self._decoders[type_id](body)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{self.types[type_id].__name__}: {error}") from error
+        return message
 
 
 class FrameReader(Generic[MessageT]):
