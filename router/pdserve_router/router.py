@@ -12,10 +12,11 @@ from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError,
 from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
-from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import Ending
 from pdserve_router.requests.parent_request import ParentRequest
 from pdserve_router.requests.part_places import PartPlaces
@@ -26,7 +27,6 @@ from pdserve_router.requests.request_limits import max_request_bytes
 from pdserve_router.requests.request_log import note_taken, put_in_trace
 from pdserve_router.requests.request_metrics import (
     RequestMetrics,
-    Timeline,
     observe_end,
     observe_first_token,
 )
@@ -93,6 +93,13 @@ class Router:
         self._quotas = quotas
         self._redrives = RedriveQueue(
             pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s, clock=clock
+        )
+        self._services = Services(
+            tokenizer=tokenizer,
+            metrics=metrics,
+            redrives=self._redrives,
+            on_tokens=self._on_tokens,
+            on_end=self._on_end,
         )
         self._redrive_wait_s = redrive_wait_s
         self._max_num_queued_requests = max_num_queued_requests
@@ -294,16 +301,11 @@ class Router:
     ) -> LiveRequest:
         """Send it to workers of `origins`, or if there are none to those that serve."""
         route = self._route(processed, origins)
-        timeline = Timeline(
-            arrival_ns=processed.arrival_ns,
-            tokenize_start_ns=processed.tokenize_start_ns,
-            tokenize_end_ns=processed.tokenize_end_ns,
-        )
         if sum(len(each.token_ids) for each in processed.resume) <= INLINE_RESUMED_TOKENS:
-            live = self._make(processed, route, timeline, origins)
+            live = self._make(processed, route, origins)
         else:
             epochs = route.epochs
-            live = await asyncio.to_thread(self._make, processed, route, timeline, origins)
+            live = await asyncio.to_thread(self._make, processed, route, origins)
             if route.epochs != epochs:
                 # Perhaps with other weights.
                 raise NoWorkerError("a worker of the request was restarted", retry_after_ms=1000)
@@ -349,55 +351,14 @@ class Router:
         self,
         processed: ProcessedInput,
         route: AnyRoute,
-        timeline: Timeline,
         origins: Collection[Origin],
     ) -> LiveRequest:
-        request, span = put_in_trace(processed.core_request, is_chat=processed.is_chat)
+        processed, span = put_in_trace(processed)
         if isinstance(route, PoolingRoute):
-            return PoolingRequest(
-                request,
-                route,
-                origins=origins,
-                timeline=timeline,
-                metrics=self._metrics,
-                redrives=self._redrives,
-                on_tokens=self._on_tokens,
-                on_end=self._on_end,
-                session=processed.session,
-                span=span,
-            )
-        params = request.sampling_params
+            return PoolingRequest(processed, route, self._services, span, origins=origins)
+        params = processed.core_request.sampling_params
         assert params is not None
-        if params.use_beam_search:
-            return BeamSearchRequest(
-                request,
-                route,
-                tokenizer=self.tokenizer,
-                timeline=timeline,
-                metrics=self._metrics,
-                redrives=self._redrives,
-                on_tokens=self._on_tokens,
-                on_end=self._on_end,
-                parsing=processed.parsing,
-                session=processed.session,
-                span=span,
-            )
-        kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
-        return kind(
-            request,
-            route,
-            tokenizer=self.tokenizer,
-            timeline=timeline,
-            metrics=self._metrics,
-            redrives=self._redrives,
-            on_tokens=self._on_tokens,
-            on_end=self._on_end,
-            resume=processed.resume,
-            parsing=processed.parsing,
-            session=processed.session,
-            span=span,
-            include_events=processed.include_events,
-        )
+        return _kind_of(params)(processed, route, self._services, span)
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
         if live in self._waiting:
@@ -474,6 +435,14 @@ class Router:
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
+
+
+def _kind_of(
+    params: SamplingParams,
+) -> type[SingleCompletion] | type[ParentRequest] | type[BeamSearchRequest]:
+    if params.use_beam_search:
+        return BeamSearchRequest
+    return SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
 
 
 def _settle(reservation: Reservation, ending: Ending) -> None:

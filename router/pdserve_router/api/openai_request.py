@@ -15,7 +15,6 @@ from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, 
 from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
-from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
 from pdserve_router.workers.model_limits import ModelLimits
 
@@ -181,7 +180,7 @@ def _generation_requests(body: Body, call: GenerationCall) -> list[GenerationReq
 
 
 def _check_streamable(params: SamplingParams) -> None:
-    if params.use_beam_search or is_ranked(params):
+    if params.use_beam_search or params.is_ranked:
         reason = "use_beam_search" if params.use_beam_search else "best_of above n"
         raise InvalidRequestError(
             f"stream is true, must be false with {reason}: the answer is not known before its end",

@@ -41,6 +41,7 @@ from pdserve_router.requests.request_limits import (
     MAX_RESUMED_TOKENS,
     NotSmallError,
 )
+from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.request_sizes import complete_params, most_prompt_tokens
 from pdserve_router.requests.resume import (
     ResumedCompletion,
@@ -95,6 +96,14 @@ class ProcessedInput:
     include_events: bool = False
     # Bytes that the engine's request names.
     tensors: Tensors = dataclasses.field(default_factory=dict)
+
+    def begin_timeline(self) -> Timeline:
+        """Return what has happened so far; the caller's own."""
+        return Timeline(
+            arrival_ns=self.arrival_ns,
+            tokenize_start_ns=self.tokenize_start_ns,
+            tokenize_end_ns=self.tokenize_end_ns,
+        )
 
 
 class InputProcessor:
