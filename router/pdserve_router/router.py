@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import get_args
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.engine_types import ErrorCode, Generate, Pool
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
 from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
@@ -41,7 +41,7 @@ from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import (
     AnyRoute,
     LocalReason,
-    PoolingRoute,
+    Route,
     RoutePath,
 )
 from pdserve_router.workers.worker_pool import WorkerPool
@@ -324,8 +324,8 @@ class Router:
             self._scale_out.on_request(lora)
         num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
-        if (pooling := processed.core_request.pooling_params) is not None:
-            self._metrics.pooling.on_taken(pooling.task, num_prompt_tokens)
+        if isinstance(task := processed.core_request.task, Pool):
+            self._metrics.pooling.on_taken(task.pooling_params.task, num_prompt_tokens)
         # The last, as it may end at once.
         try:
             live.start()
@@ -354,11 +354,12 @@ class Router:
         origins: Collection[Origin],
     ) -> LiveRequest:
         processed, span = put_in_trace(processed)
-        if isinstance(route, PoolingRoute):
-            return PoolingRequest(processed, route, self._services, span, origins=origins)
-        params = processed.core_request.sampling_params
-        assert params is not None
-        return _kind_of(params)(processed, route, self._services, span)
+        match processed.core_request.task:
+            case Pool():
+                return PoolingRequest(processed, route, self._services, span, origins=origins)
+            case Generate(params):
+                assert isinstance(route, Route), "of a request that generates"
+                return _kind_of(params)(processed, params, route, self._services, span)
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
         if live in self._waiting:
@@ -383,8 +384,8 @@ class Router:
         self._metrics.requests_in_flight.dec()
         outcome = str(live.ending.finish_reason)
         self._count(outcome)
-        if (pooling := live.core_request.pooling_params) is not None:
-            self._metrics.pooling.on_end(pooling.task, outcome)
+        if isinstance(task := live.core_request.task, Pool):
+            self._metrics.pooling.on_end(task.pooling_params.task, outcome)
         if live in self._unobserved and metrics.ttft_ns:
             self._observe_first_token(live, metrics)
         self._unobserved.discard(live)

@@ -28,6 +28,7 @@ from pdserve_common.engine_types import (
     ErrorCode,
     ErrorFault,
     FinishReason,
+    Generate,
     KVLost,
     KVTransferParams,
     WorkerRole,
@@ -247,7 +248,7 @@ class World:
         request = EngineCoreRequest(
             request_id="a",
             prompt_token_ids=PROMPT,
-            sampling_params=SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False),
+            task=Generate(SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False)),
         )
         processed = ProcessedInput(
             core_request=request,

@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorFault,
     FinishReason,
+    Generate,
     LogprobsLists,
     PrefillStats,
 )
@@ -71,13 +72,12 @@ class BeamSearchRequest(LiveRequest):
     def __init__(
         self,
         processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
         services: Services,
         span: "Span | None" = None,
     ) -> None:
         super().__init__(processed, services, span)
-        params = processed.core_request.sampling_params
-        assert params is not None
         assert params.max_tokens is not None, "the input processor fills it in"
         self._params = params
         self.recovery = Recovery()
@@ -88,7 +88,7 @@ class BeamSearchRequest(LiveRequest):
         self._parsing = processed.parsing
         self._timeline = processed.begin_timeline()
         self._search = BeamSearch(
-            params, max_tokens=params.max_tokens, stop_token_ids=_stop_token_ids(self.core_request)
+            params, max_tokens=params.max_tokens, stop_token_ids=self._stop_token_ids
         )
         _validate(params, self._search)
         # Of this step: what was asked and is not answered, and the answers by beam.
@@ -118,6 +118,14 @@ class BeamSearchRequest(LiveRequest):
             attempt=self.recovery.num_redrives + 1,
             resume_output_token_ids=self._search.running[0].token_ids,
         )
+
+    @property
+    def _stop_token_ids(self) -> frozenset[int]:
+        stop_token_ids = frozenset(self._params.stop_token_ids)
+        eos_token_id = self.core_request.eos_token_id
+        if self._params.ignore_eos or eos_token_id is None:
+            return stop_token_ids
+        return stop_token_ids | {eos_token_id}
 
     @property
     def _worker(self) -> WorkerClient:
@@ -229,11 +237,13 @@ class BeamSearchRequest(LiveRequest):
             # A span for each token of each beam would say nothing.
             trace_headers={},
             prompt_token_ids=self.core_request.prompt_token_ids + beam.token_ids,
-            sampling_params=SamplingParams(
-                temperature=0.0,
-                max_tokens=1,
-                seed=self._params.seed,
-                logprobs=self._search.num_top_tokens,
+            task=Generate(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    seed=self._params.seed,
+                    logprobs=self._search.num_top_tokens,
+                )
             ),
         )
 
@@ -342,15 +352,6 @@ class BeamSearchRequest(LiveRequest):
             determinism=joined(self.origins).determinism,
             num_redrives=self.recovery.num_redrives,
         )
-
-
-def _stop_token_ids(request: EngineCoreRequest) -> frozenset[int]:
-    params = request.sampling_params
-    assert params is not None
-    stop_token_ids = frozenset(params.stop_token_ids)
-    if params.ignore_eos or request.eos_token_id is None:
-        return stop_token_ids
-    return stop_token_ids | {request.eos_token_id}
 
 
 def _validate(params: SamplingParams, search: BeamSearch) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pdserve_common.engine_client import Tensors
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.structured.accepted import AcceptedConstraints
@@ -264,7 +264,7 @@ class InputProcessor:
         engine_request = self._engine_request(
             request,
             token_ids,
-            sampling_params=params,
+            task=Generate(params),
             mm_features=pictures.mm_features,
             eos_token_id=eos_token_id,
             lora_request=lora_request,
@@ -314,7 +314,7 @@ class InputProcessor:
         engine_request = self._engine_request(
             request,
             token_ids,
-            pooling_params=request.pooling_params,
+            task=Pool(request.pooling_params),
             lora_request=lora_request,
         )
         return ProcessedInput(

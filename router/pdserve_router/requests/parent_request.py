@@ -3,11 +3,11 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
+from pdserve_common.engine_types import EngineError, FinishReason, Generate
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.validation import MAX_SEED
 from pdserve_router.requests.input_processor import ProcessedInput
@@ -31,13 +31,12 @@ class ParentRequest(LiveRequest):
     def __init__(
         self,
         processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
         services: Services,
         span: "Span | None" = None,
     ) -> None:
         super().__init__(processed, services, span)
-        params = processed.core_request.sampling_params
-        assert params is not None
         self._params = params
         self._is_silent = params.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
         self._wake = asyncio.Event()
@@ -47,7 +46,8 @@ class ParentRequest(LiveRequest):
         self._children: list[SingleCompletion] = []
         self._children.extend(
             SingleCompletion(
-                replace(processed, core_request=_child(processed.core_request, params, index)),
+                _child(processed, child_params, index),
+                child_params,
                 # What is resumed is no fork: it shares the prompt with none that stands elsewhere.
                 fork_route if index and index not in resumed else route,
                 services,
@@ -56,7 +56,7 @@ class ParentRequest(LiveRequest):
                 wake=self._wake,
                 siblings=self._children,
             )
-            for index in range(params.best_of or params.n)
+            for index, child_params in enumerate(_params_of_children(params))
         )
         self._is_cut = False
         # A resumed stream of deltas has had its first output elsewhere.
@@ -166,26 +166,29 @@ class ParentRequest(LiveRequest):
         )
 
 
-def _child(request: EngineCoreRequest, params: SamplingParams, index: int) -> EngineCoreRequest:
-    child_params = replace(
-        params,
-        n=1,
-        best_of=None,
-        seed=((params.seed or 0) + index) & MAX_SEED,
-        # One prompt: its logprobs are the same for all.
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-    )
+def _params_of_children(params: SamplingParams) -> Iterator[SamplingParams]:
+    first = replace(params, n=1, best_of=None)
     if params.is_ranked:
         logprobs = 0 if params.logprobs is None else params.logprobs
-        child_params = replace(
-            child_params, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY
+        first = replace(first, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
+    for index in range(params.best_of or params.n):
+        yield replace(
+            first,
+            seed=((params.seed or 0) + index) & MAX_SEED,
+            # One prompt: its logprobs are the same for all.
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )
-    return replace(
+
+
+def _child(processed: ProcessedInput, params: SamplingParams, index: int) -> ProcessedInput:
+    request = processed.core_request
+    request = replace(
         request,
         request_id=f"{index}_{request.request_id}",
-        sampling_params=child_params,
+        task=Generate(params),
         fork_of=None if index == 0 else f"0_{request.request_id}",
     )
+    return replace(processed, core_request=request)
 
 
 def _total_logprob(completion: CompletionOutput) -> float:

@@ -27,7 +27,7 @@ from pdserve_router.requests.request_metrics import RequestMetrics, measure
 from pdserve_router.requests.request_spans import add_stages, begin_attempt, end_attempt
 from pdserve_router.workers.legs import failure_of, has_failed
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import AnyRoute, PoolingRoute
+from pdserve_router.workers.route_chooser import AnyRoute
 from pdserve_router.workers.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PoolingRequest(LiveRequest):
     def __init__(
         self,
         processed: ProcessedInput,
-        route: PoolingRoute,
+        route: AnyRoute,
         services: Services,
         span: "Span | None" = None,
         *,
@@ -72,7 +72,7 @@ class PoolingRequest(LiveRequest):
         return self._ending
 
     @property
-    def route(self) -> PoolingRoute:
+    def route(self) -> AnyRoute:
         return self._route
 
     @property
@@ -101,7 +101,6 @@ class PoolingRequest(LiveRequest):
 
     def resend(self, route: AnyRoute) -> None:
         """Begin the next attempt."""
-        assert isinstance(route, PoolingRoute), "of a pooling request"
         request = self.next_request
         self.recovery.begin_attempt()
         self._route = route

@@ -16,7 +16,7 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.engine_types import ErrorCode, Generate, Pool
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.receive_guard import FREE_METHODS
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
@@ -219,8 +219,11 @@ def put_in_trace(processed: ProcessedInput) -> "tuple[ProcessedInput, Span | Non
     line.is_chat = processed.is_chat
     if line.num_traced >= MAX_TRACED_SEQUENCES:
         return _with_trace_headers(processed, {}), None
-    params = processed.core_request.sampling_params
-    line.num_traced += 1 if params is None else params.best_of or params.n
+    match processed.core_request.task:
+        case Generate(params):
+            line.num_traced += params.best_of or params.n
+        case Pool():
+            line.num_traced += 1
     # Whether it is sampled or not, workers do the same.
     processed = _with_trace_headers(processed, line.span.headers)
     return processed, line.span if line.span.is_recording else None

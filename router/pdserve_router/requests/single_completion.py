@@ -15,11 +15,13 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorFault,
     FinishReason,
+    Generate,
     KVTransferStats,
     PrefillStats,
 )
 from pdserve_common.errors import KVTransferError, PdserveError
 from pdserve_common.logging import log_request
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import Attempt, HandoffOutcome
 from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
@@ -51,6 +53,7 @@ class SingleCompletion(LiveRequest):
     def __init__(
         self,
         processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
         services: Services,
         span: "Span | None" = None,
@@ -65,6 +68,7 @@ class SingleCompletion(LiveRequest):
         resumed = next((each for each in processed.resume if each.index == index), None)
         self.state = RequestState(
             processed.core_request,
+            params,
             tokenizer=services.tokenizer,
             timeline=processed.begin_timeline(),
             metrics=services.metrics,
@@ -73,6 +77,7 @@ class SingleCompletion(LiveRequest):
             resumed=resumed,
             parsing=processed.parsing,
         )
+        self._params = params
         self.recovery = Recovery()
         # Of every worker that took part in the answer, also before it was resumed.
         self.origins: set[Origin] = set()
@@ -211,14 +216,13 @@ class SingleCompletion(LiveRequest):
         token_ids = tuple(self.state.token_ids)
         if not token_ids and not attempt:
             return self.core_request
-        params = self.core_request.sampling_params
-        assert params is not None
+        params = self._params
+        if token_ids:
+            # They are out with the first token.
+            params = dataclasses.replace(params, prompt_logprobs=None)
         return dataclasses.replace(
             self.core_request,
-            # They are out with the first token.
-            sampling_params=dataclasses.replace(params, prompt_logprobs=None)
-            if token_ids
-            else params,
+            task=Generate(params),
             attempt=attempt,
             resume_output_token_ids=token_ids,
             # Its source may be elsewhere, or behind other tokens.
