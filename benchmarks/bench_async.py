@@ -12,7 +12,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
@@ -58,8 +58,8 @@ def _measure(core: EngineCore, batch: int) -> float:
             EngineCoreRequest(
                 request_id=str(index),
                 prompt_token_ids=tuple(2 + (index + i) % 200 for i in range(PROMPT_TOKENS)),
-                sampling_params=SamplingParams(
-                    temperature=0.0, max_tokens=NUM_STEPS + 8, ignore_eos=True
+                task=Generate(
+                    SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 8, ignore_eos=True)
                 ),
             )
         )

@@ -254,7 +254,7 @@ class Memory(threading.Thread):
 async def stream_on(running: Running) -> None:
     """The victim's tokens never end; others get two."""
     at = 0
-    limit = running.request.sampling_params.max_tokens
+    limit = running.request.task.sampling_params.max_tokens
     while at < limit:
         finish = FinishReason.LENGTH if at + 1 == limit else None
         running.emit(40, at=at, finish=finish)

@@ -22,7 +22,7 @@ import torch
 from machine import describe
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Generate
 from pdserve_common.metrics import EngineMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.wire.output import engine_core_outputs_to_proto
@@ -253,7 +253,7 @@ class Bench:
             yield EngineCoreRequest(
                 request_id=f"cmpl-{index:032x}",
                 prompt_token_ids=shared + own,
-                sampling_params=params,
+                task=Generate(params),
             )
 
     async def run(self, num_steps: int) -> list[dict[str, float]]:

@@ -35,7 +35,7 @@ from machine import describe
 from make_model import DEFAULT_MODEL, LARGE_MODEL, LARGE_VOCAB_SIZE, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
@@ -168,9 +168,7 @@ class Arm:
     def add(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         request_id = str(len(self._request_ids))
         self.loaded.core.add_request(
-            EngineCoreRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling_params=params
-            )
+            EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, task=Generate(params))
         )
         self._request_ids.append(request_id)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
@@ -53,7 +53,7 @@ class Bench:
         request = EngineCoreRequest(
             request_id=f"r{self._num_requests}",
             prompt_token_ids=tuple(prompt),
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+            task=Generate(SamplingParams(temperature=0.0, max_tokens=1)),
         )
         start = time.perf_counter()
         core.add_request(request)

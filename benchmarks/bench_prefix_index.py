@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from machine import describe
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.wire import from_proto, to_proto
@@ -48,7 +48,7 @@ def main() -> None:
     request = EngineCoreRequest(
         request_id="a",
         prompt_token_ids=tuple(random.choices(range(150_000), k=PROMPT_BLOCKS * BLOCK_SIZE)),
-        sampling_params=SamplingParams(),
+        task=Generate(SamplingParams()),
     )
     _report("hashing the prompt", [_time(prefix_hashes, request, BLOCK_SIZE) for _ in range(500)])
     _report("a step of 16 blocks in the pool, unheard", _steps(is_heard=False))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.worker_client import WorkerState
@@ -38,7 +38,7 @@ def request(number: int = 0, num_tokens: int = 1024) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=str(number),
         prompt_token_ids=tuple(range(number, number + num_tokens)),
-        sampling_params=SamplingParams(max_tokens=100),
+        task=Generate(SamplingParams(max_tokens=100)),
     )
 
 

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.scheduler import Scheduler
@@ -72,7 +72,7 @@ def _add(scheduler: Scheduler, index: int, num_output: int) -> None:
     request = EngineCoreRequest(
         request_id=str(index),
         prompt_token_ids=(index % 1000,) * PROMPT_TOKENS,
-        sampling_params=SamplingParams(max_tokens=num_output),
+        task=Generate(SamplingParams(max_tokens=num_output)),
     )
     scheduler.add_request(Request(request, max_model_len=MAX_MODEL_LEN, seed=0))
 

@@ -39,7 +39,7 @@ from make_draft_pair import DEFAULT_PAIR, make_draft_pair
 from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
@@ -161,7 +161,7 @@ class Arm:
                 EngineCoreRequest(
                     request_id=next(self._names),
                     prompt_token_ids=tuple(task.prompt),
-                    sampling_params=params,
+                    task=Generate(params),
                 )
             )
         num_rows = 0

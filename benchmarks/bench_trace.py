@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
+from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.worker_client import WorkerClient
@@ -331,7 +331,7 @@ def _request(chat: int, token_ids: tuple[int, ...]) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=str(chat),
         prompt_token_ids=token_ids,
-        sampling_params=SamplingParams(max_tokens=100),
+        task=Generate(SamplingParams(max_tokens=100)),
     )
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Generate
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
@@ -71,7 +71,7 @@ class Latencies:
         request = EngineCoreRequest(
             request_id=f"neighbour-{self._batch}-{number}",
             prompt_token_ids=tuple(range(2 + number, 2 + number + PROMPT_TOKENS)),
-            sampling_params=SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
+            task=Generate(SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)),
             client_index=self._index,
         )
         self._client.add_request(request)
@@ -119,7 +119,7 @@ class Strangers:
         request = EngineCoreRequest(
             request_id=f"stranger-{self._index}-{number}",
             prompt_token_ids=(2,),
-            sampling_params=SamplingParams(max_tokens=1, structured_outputs=params),
+            task=Generate(SamplingParams(max_tokens=1, structured_outputs=params)),
             client_index=self._index,
         )
         self._client.add_request(request)

@@ -7,7 +7,7 @@ from peers.offline import Engine, serve
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import confine_process
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import load_engine
@@ -26,7 +26,7 @@ class PdserveEngine:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self._core.add_request(
             EngineCoreRequest(
-                request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params
+                request_id=request_id, prompt_token_ids=tuple(prompt), task=Generate(params)
             )
         )
         self._request_ids.append(request_id)

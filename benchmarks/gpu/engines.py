@@ -17,7 +17,7 @@ from gpu.measure import seconds
 from gpu.shapes import WEIGHT_STD, Shape
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import load_engine
@@ -69,7 +69,7 @@ class BenchEngine:
                 EngineCoreRequest(
                     request_id=request_id,
                     prompt_token_ids=tuple(prompt),
-                    sampling_params=params,
+                    task=Generate(params),
                 )
             )
 

@@ -145,14 +145,26 @@ class KVTransferParams:
     prefix_source: KVPrefixSource | None = None
 
 
+# Structs with tags: a frame between two processes says which one it is.
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """The task of a request for tokens."""
+
+    sampling_params: SamplingParams
+
+
+class Pool(msgspec.Struct, frozen=True, tag=True):
+    """The task of a request for one vector."""
+
+    pooling_params: PoolingParams
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreRequest:
     """A tokenized, validated request as an engine takes it. Immutable."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling_params: SamplingParams | None = None
-    pooling_params: PoolingParams | None = None
+    task: Generate | Pool
     mm_features: tuple[MultiModalFeatureSpec, ...] = ()
     eos_token_id: int | None = None
     # time.monotonic() of this process when the request arrived; on the wire it is the age.

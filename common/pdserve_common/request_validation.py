@@ -7,8 +7,10 @@ from pdserve_common.capabilities import Capabilities, check_served
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineInfo,
+    Generate,
     KVTransferParams,
     MultiModalFeatureSpec,
+    Pool,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
@@ -63,10 +65,6 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     validate_request_id(request.request_id)
     capabilities = Capabilities.of(info)
     check_served(request, capabilities)
-    if (request.sampling_params is None) == (request.pooling_params is None):
-        raise InvalidRequestError(
-            "exactly one of sampling_params and pooling_params must be set", field="params"
-        )
     if request.priority == PROBE_PRIORITY:
         _validate_probe(request, info)
     else:
@@ -78,7 +76,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         request.prompt_token_ids,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
-        is_pooling=request.pooling_params is not None,
+        is_pooling=isinstance(request.task, Pool),
     )
     if request.mm_features:
         _validate_mm_features(request.mm_features, len(request.prompt_token_ids))
@@ -86,10 +84,11 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         raise InvalidRequestError(
             f"attempt is {request.attempt}, must be at most {MAX_ATTEMPT}", field="attempt"
         )
-    if request.pooling_params is not None:
-        _validate_pooling(request, request.pooling_params, capabilities)
-    if request.sampling_params is not None:
-        _validate_generation(request, request.sampling_params, info, capabilities)
+    match request.task:
+        case Pool(pooling_params):
+            _validate_pooling(request, pooling_params, capabilities)
+        case Generate(sampling_params):
+            _validate_generation(request, sampling_params, info, capabilities)
     if request.eos_token_id is not None:
         validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
     _validate_times(request)
@@ -118,7 +117,7 @@ def _validate_generation(
     validate_sampling_params(params, vocab_size=info.vocab_size, capabilities=capabilities)
     prediction = request.prediction_token_ids
     validate_prediction("prediction_token_ids", prediction, info.max_model_len, info.vocab_size)
-    reasoning_of(request)
+    reasoning_of(request, params)
     _validate_one_sequence(params)
     validate_prompt_logprobs(params, len(request.prompt_token_ids))
     _validate_resume(request, params, info)
@@ -214,12 +213,12 @@ def _validate_probe(request: EngineCoreRequest, info: EngineInfo) -> None:
             f"{why}: the prompt has {len(request.prompt_token_ids)} tokens, at most {limit}",
             field="priority",
         )
-    params = request.sampling_params
-    if params is not None and (params.max_tokens is None or params.max_tokens > MAX_PROBE_TOKENS):
-        raise InvalidRequestError(
-            f"{why}: max_tokens is {params.max_tokens}, at most {MAX_PROBE_TOKENS}",
-            field="priority",
-        )
+    if isinstance(request.task, Generate):
+        most = request.task.sampling_params.max_tokens
+        if most is None or most > MAX_PROBE_TOKENS:
+            raise InvalidRequestError(
+                f"{why}: max_tokens is {most}, at most {MAX_PROBE_TOKENS}", field="priority"
+            )
     if request.fork_of is not None:
         raise InvalidRequestError(f"{why}: fork_of is set, leave it unset", field="priority")
 

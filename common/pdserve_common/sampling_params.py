@@ -89,3 +89,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def is_ranked(self) -> bool:
+        """True if the best of more completions are chosen, so that none is known before all
+        ended.
+        """
+        return self.best_of is not None and self.best_of > self.n

@@ -7,15 +7,16 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import get_args
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.engine_types import ErrorCode, Generate, Pool
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
 from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
-from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import Ending
 from pdserve_router.requests.parent_request import ParentRequest
 from pdserve_router.requests.part_places import PartPlaces
@@ -26,7 +27,6 @@ from pdserve_router.requests.request_limits import max_request_bytes
 from pdserve_router.requests.request_log import note_taken, put_in_trace
 from pdserve_router.requests.request_metrics import (
     RequestMetrics,
-    Timeline,
     observe_end,
     observe_first_token,
 )
@@ -41,7 +41,7 @@ from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import (
     AnyRoute,
     LocalReason,
-    PoolingRoute,
+    Route,
     RoutePath,
 )
 from pdserve_router.workers.worker_pool import WorkerPool
@@ -93,6 +93,13 @@ class Router:
         self._quotas = quotas
         self._redrives = RedriveQueue(
             pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s, clock=clock
+        )
+        self._services = Services(
+            tokenizer=tokenizer,
+            metrics=metrics,
+            redrives=self._redrives,
+            on_tokens=self._on_tokens,
+            on_end=self._on_end,
         )
         self._redrive_wait_s = redrive_wait_s
         self._max_num_queued_requests = max_num_queued_requests
@@ -294,16 +301,11 @@ class Router:
     ) -> LiveRequest:
         """Send it to workers of `origins`, or if there are none to those that serve."""
         route = self._route(processed, origins)
-        timeline = Timeline(
-            arrival_ns=processed.arrival_ns,
-            tokenize_start_ns=processed.tokenize_start_ns,
-            tokenize_end_ns=processed.tokenize_end_ns,
-        )
         if sum(len(each.token_ids) for each in processed.resume) <= INLINE_RESUMED_TOKENS:
-            live = self._make(processed, route, timeline, origins)
+            live = self._make(processed, route, origins)
         else:
             epochs = route.epochs
-            live = await asyncio.to_thread(self._make, processed, route, timeline, origins)
+            live = await asyncio.to_thread(self._make, processed, route, origins)
             if route.epochs != epochs:
                 # Perhaps with other weights.
                 raise NoWorkerError("a worker of the request was restarted", retry_after_ms=1000)
@@ -322,8 +324,8 @@ class Router:
             self._scale_out.on_request(lora)
         num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
-        if (pooling := processed.core_request.pooling_params) is not None:
-            self._metrics.pooling.on_taken(pooling.task, num_prompt_tokens)
+        if isinstance(task := processed.core_request.task, Pool):
+            self._metrics.pooling.on_taken(task.pooling_params.task, num_prompt_tokens)
         # The last, as it may end at once.
         try:
             live.start()
@@ -349,55 +351,15 @@ class Router:
         self,
         processed: ProcessedInput,
         route: AnyRoute,
-        timeline: Timeline,
         origins: Collection[Origin],
     ) -> LiveRequest:
-        request, span = put_in_trace(processed.core_request, is_chat=processed.is_chat)
-        if isinstance(route, PoolingRoute):
-            return PoolingRequest(
-                request,
-                route,
-                origins=origins,
-                timeline=timeline,
-                metrics=self._metrics,
-                redrives=self._redrives,
-                on_tokens=self._on_tokens,
-                on_end=self._on_end,
-                session=processed.session,
-                span=span,
-            )
-        params = request.sampling_params
-        assert params is not None
-        if params.use_beam_search:
-            return BeamSearchRequest(
-                request,
-                route,
-                tokenizer=self.tokenizer,
-                timeline=timeline,
-                metrics=self._metrics,
-                redrives=self._redrives,
-                on_tokens=self._on_tokens,
-                on_end=self._on_end,
-                parsing=processed.parsing,
-                session=processed.session,
-                span=span,
-            )
-        kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
-        return kind(
-            request,
-            route,
-            tokenizer=self.tokenizer,
-            timeline=timeline,
-            metrics=self._metrics,
-            redrives=self._redrives,
-            on_tokens=self._on_tokens,
-            on_end=self._on_end,
-            resume=processed.resume,
-            parsing=processed.parsing,
-            session=processed.session,
-            span=span,
-            include_events=processed.include_events,
-        )
+        processed, span = put_in_trace(processed)
+        match processed.core_request.task:
+            case Pool():
+                return PoolingRequest(processed, route, self._services, span, origins=origins)
+            case Generate(params):
+                assert isinstance(route, Route), "of a request that generates"
+                return _kind_of(params)(processed, params, route, self._services, span)
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
         if live in self._waiting:
@@ -422,8 +384,8 @@ class Router:
         self._metrics.requests_in_flight.dec()
         outcome = str(live.ending.finish_reason)
         self._count(outcome)
-        if (pooling := live.core_request.pooling_params) is not None:
-            self._metrics.pooling.on_end(pooling.task, outcome)
+        if isinstance(task := live.core_request.task, Pool):
+            self._metrics.pooling.on_end(task.pooling_params.task, outcome)
         if live in self._unobserved and metrics.ttft_ns:
             self._observe_first_token(live, metrics)
         self._unobserved.discard(live)
@@ -474,6 +436,14 @@ class Router:
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
+
+
+def _kind_of(
+    params: SamplingParams,
+) -> type[SingleCompletion] | type[ParentRequest] | type[BeamSearchRequest]:
+    if params.use_beam_search:
+        return BeamSearchRequest
+    return SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
 
 
 def _settle(reservation: Reservation, ending: Ending) -> None:

@@ -32,7 +32,7 @@ CLASSIFIER = dataclasses.replace(INFO, tasks=("classify",), embedding_size=3)
 RERANKER = dataclasses.replace(INFO, tasks=("classify", "score"), embedding_size=1)
 GENERATOR = dataclasses.replace(INFO, tasks=("generate",), embedding_size=0)
 REQUEST = types.EngineCoreRequest(
-    request_id="r", prompt_token_ids=(1, 2, 3), pooling_params=PoolingParams(task="embed")
+    request_id="r", prompt_token_ids=(1, 2, 3), task=types.Pool(PoolingParams(task="embed"))
 )
 
 
@@ -50,7 +50,7 @@ REQUEST = types.EngineCoreRequest(
     ],
 )
 def test_what_the_model_serves_is_taken(info: types.EngineInfo, params: PoolingParams) -> None:
-    validate_engine_core_request(dataclasses.replace(REQUEST, pooling_params=params), info)
+    validate_engine_core_request(dataclasses.replace(REQUEST, task=types.Pool(params)), info)
     shared = Capabilities.shared([Capabilities.of(info), Capabilities.of(info)])
     validate_pooling_params(params, shared)
 
@@ -92,13 +92,13 @@ def test_what_it_does_not_serve_is_refused(
     info: types.EngineInfo, params: PoolingParams, field: str, refusal: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=refusal) as error:
-        validate_engine_core_request(dataclasses.replace(REQUEST, pooling_params=params), info)
+        validate_engine_core_request(dataclasses.replace(REQUEST, task=types.Pool(params)), info)
     assert error.value.field == field
 
 
 def test_a_pooling_model_generates_nothing() -> None:
     request = types.EngineCoreRequest(
-        request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams()
+        request_id="r", prompt_token_ids=(1,), task=types.Generate(SamplingParams())
     )
     with pytest.raises(InvalidRequestError, match="task is 'generate', the model serves embed"):
         validate_engine_core_request(request, INFO)
@@ -106,14 +106,6 @@ def test_a_pooling_model_generates_nothing() -> None:
         validate_sampling_params(
             SamplingParams(), vocab_size=9, capabilities=Capabilities.of(CLASSIFIER)
         )
-
-
-@pytest.mark.parametrize("params", [None, SamplingParams()])
-def test_a_request_has_one_kind_of_parameters(params: SamplingParams | None) -> None:
-    pooling = REQUEST.pooling_params if params is not None else None
-    request = dataclasses.replace(REQUEST, sampling_params=params, pooling_params=pooling)
-    with pytest.raises(InvalidRequestError, match="exactly one of sampling_params and pooling"):
-        validate_engine_core_request(request, INFO)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,14 @@ from support.engine_info import make_info
 
 INFO = make_info()
 REQUEST = types.EngineCoreRequest(
-    request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
+    request_id="r", prompt_token_ids=(1, 2, 3), task=types.Generate(SamplingParams())
 )
 # What the engine reads, or hands back as it is (trace_headers, external_req_id).
 SERVED = {
     "request_id",
     "prompt_token_ids",
-    "sampling_params",
-    # tests/common/test_pooling_params.py
-    "pooling_params",
+    # To pool: tests/common/test_pooling_params.py
+    "task",
     "eos_token_id",
     "arrival_time",
     "cache_salt",

@@ -12,6 +12,7 @@ from pdserve_common import wire
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import (
     EngineCoreRequest,
+    Generate,
     KVPrefixSource,
     KVTransferParams,
     LogprobsLists,
@@ -40,7 +41,7 @@ from support.engine_info import make_info
 INFO = make_info(logits_processors=("known",))
 KNOWN = Capabilities.of(INFO)
 REQUEST = EngineCoreRequest(
-    request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
+    request_id="r", prompt_token_ids=(1, 2, 3), task=Generate(SamplingParams())
 )
 
 
@@ -98,7 +99,7 @@ def transferred(**fields: Any) -> dict[str, object]:
 PULL: dict[str, Any] = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "h"}
 PROBE: dict[str, object] = {
     "priority": PROBE_PRIORITY,
-    "sampling_params": SamplingParams(max_tokens=2),
+    "task": Generate(SamplingParams(max_tokens=2)),
 }
 
 
@@ -224,10 +225,6 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ({"request_id": ""}, "request_id has 0 characters"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
         ({"request_id": "a\nb"}, "request_id must be printable ASCII"),
-        (
-            {"sampling_params": None},
-            "exactly one of sampling_params and pooling_params must be set",
-        ),
         ({"resumable": True}, "resumable is set: not served yet"),
         (transferred(), "needs exactly one of"),
         (
@@ -247,23 +244,23 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ({"deadline": time.monotonic() + 1e10}, "s, must be at most 604800 s"),
         ({"eos_token_id": 100}, "eos_token_id has 100"),
         (
-            {"sampling_params": SamplingParams(n=2)},
+            {"task": Generate(SamplingParams(n=2))},
             "n is 2: a worker generates one sequence, routers make several of it",
         ),
         (
-            {"sampling_params": SamplingParams(best_of=1)},
+            {"task": Generate(SamplingParams(best_of=1))},
             "best_of is 1: a worker generates one sequence",
         ),
         (
-            {"sampling_params": SamplingParams(use_beam_search=True, temperature=0.0)},
+            {"task": Generate(SamplingParams(use_beam_search=True, temperature=0.0))},
             "use_beam_search is True: a worker generates one sequence",
         ),
         (
-            {"sampling_params": SamplingParams(bad_words=("w",))},
+            {"task": Generate(SamplingParams(bad_words=("w",)))},
             "bad_words is set without bad_words_token_ids",
         ),
         (
-            {"sampling_params": SamplingParams(logits_processors=("x",))},
+            {"task": Generate(SamplingParams(logits_processors=("x",)))},
             "logits_processors has 'x'",
         ),
         ({"fork_of": "ä"}, "request_id must be printable ASCII"),
@@ -276,7 +273,7 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ({"priority": -(2**31)}, "priority is -2147483648, must be -2147483646 to 2147483646"),
         ({"priority": PROBE_PRIORITY}, "which is for probes: max_tokens is None, at most 2"),
         (
-            {"priority": PROBE_PRIORITY, "sampling_params": SamplingParams(max_tokens=3)},
+            {"priority": PROBE_PRIORITY, "task": Generate(SamplingParams(max_tokens=3))},
             "which is for probes: max_tokens is 3, at most 2",
         ),
         (
@@ -380,7 +377,7 @@ def test_reasoning_comes_before_a_constraint(
     info = dataclasses.replace(INFO, served_fields=fields)
     request = dataclasses.replace(
         REQUEST,
-        sampling_params=params,
+        task=Generate(params),
         eos_token_id=INFO.eos_token_ids[0],
         reasoning_ended=ended,
         reasoning_parser_kwargs=kwargs,
@@ -397,7 +394,7 @@ def test_an_end_of_a_constraint_ends_its_request() -> None:
     info = dataclasses.replace(INFO, served_fields=("structured_outputs",), eos_token_ids=(3, 4))
     for eos, stops, missing in ((3, (4,), None), (9, (4, 3), None), (3, (), 4), (None, (4,), 3)):
         params = dataclasses.replace(CONSTRAINED, stop_token_ids=stops)
-        request = dataclasses.replace(REQUEST, sampling_params=params, eos_token_id=eos)
+        request = dataclasses.replace(REQUEST, task=Generate(params), eos_token_id=eos)
         if missing is None:
             validate_engine_core_request(request, info)
             continue
@@ -414,7 +411,7 @@ def test_an_end_of_a_constraint_ends_its_request() -> None:
         (
             {
                 "resume_output_token_ids": (1, 2),
-                "sampling_params": SamplingParams(max_tokens=2),
+                "task": Generate(SamplingParams(max_tokens=2)),
             },
             "has 2 tokens, the request ends after 2",
         ),
@@ -464,7 +461,7 @@ def test_a_resumed_request_has_something_left_to_generate(
 def test_parameters_that_leave_no_token_are_refused(
     fields: dict[str, Any], field: str, reason: str
 ) -> None:
-    request = dataclasses.replace(REQUEST, eos_token_id=0, sampling_params=SamplingParams(**fields))
+    request = dataclasses.replace(REQUEST, eos_token_id=0, task=Generate(SamplingParams(**fields)))
     with pytest.raises(InvalidRequestError) as caught:
         validate_engine_core_request(request, dataclasses.replace(INFO))
     assert (caught.value.message, caught.value.field) == (reason, field)

@@ -21,7 +21,6 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types as types
 from pdserve_common import kv_types, wire
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_sampling_params
 from pdserve_common.wire import codec
@@ -92,16 +91,6 @@ def built(cls: Any, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{name: values(hint, name) for name, hint in hints} | given)
 
 
-def a_request() -> st.SearchStrategy[types.EngineCoreRequest]:
-    return st.one_of(
-        built(types.EngineCoreRequest, **{one: values(cls), other: st.none()})
-        for one, cls, other in (
-            ("sampling_params", SamplingParams, "pooling_params"),
-            ("pooling_params", PoolingParams, "sampling_params"),
-        )
-    )
-
-
 def a_grammar() -> st.SearchStrategy[StructuredOutputsParams]:
     choice = st.lists(SCALARS[str], min_size=1, max_size=3).map(tuple)
     texts = dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), SCALARS[str])
@@ -144,7 +133,6 @@ def a_welcome() -> st.SearchStrategy[kv_types.KVLinkWelcome]:
 
 
 DEPENDENT: Mapping[Any, Callable[[], st.SearchStrategy[Any]]] = {
-    types.EngineCoreRequest: a_request,
     StructuredOutputsParams: a_grammar,
     types.LogprobsLists: any_logprobs,
     kv_types.BlocksReady: announced_blocks,
@@ -166,7 +154,13 @@ KV_LINK = [
     *((cls, *KV_RESPONSE) for cls in get_args(kv_types.KVLinkResponseMessage)),
 ]
 # These cross as parts of others only.
-PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint, kv_types.KVShard)
+PARTS = (
+    types.Generate,
+    types.Pool,
+    types.EngineCoreEvent,
+    kv_types.KVEndpoint,
+    kv_types.KVShard,
+)
 ENGINE = [
     (cls, *BY_HAND.get(cls, (wire.to_proto, partial(wire.from_proto, cls))))
     for cls in (*vars(types).values(), *vars(kv_types).values())
@@ -291,7 +285,7 @@ def test_a_request_survives_with_its_times_as_durations() -> None:
     sent = types.EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
-        sampling_params=SamplingParams(),
+        task=types.Generate(SamplingParams()),
         arrival_time=now - 3000.0,
         deadline=now + 5000.0,
     )
@@ -313,8 +307,7 @@ def test_a_request_without_params_is_refused() -> None:
 
 
 def test_a_parameter_of_the_reasoning_parser_comes_once() -> None:
-    message = wire.to_proto(types.EngineCoreRequest(request_id="r", prompt_token_ids=(1,)))
-    message.sampling_params.SetInParent()
+    message = core_pb2.EngineCoreRequest(request_id="r", sampling_params=core_pb2.SamplingParams())
     for value in ("a", "b"):
         message.reasoning_parser_kwargs.add(name="n", value=value)
     with pytest.raises(InvalidRequestError, match="has a name more than once") as caught:

@@ -22,6 +22,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
+    Generate,
     KVTransferParams,
 )
 from pdserve_common.errors import KVTransferError
@@ -560,7 +561,7 @@ class World:
         request = EngineCoreRequest(
             request_id=live.request_id,
             prompt_token_ids=live.prompt,
-            sampling_params=SamplingParams(max_tokens=live.num_tokens),
+            task=Generate(SamplingParams(max_tokens=live.num_tokens)),
             kv_transfer_params=params,
             attempt=live.attempt,
             resume_output_token_ids=tuple(live.tokens),

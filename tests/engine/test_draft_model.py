@@ -155,7 +155,7 @@ def random_requests(count: int) -> list[EngineCoreRequest]:
         shared = make_prompt(64)[: rng.choice([0, 0, 16, 40])]
         request = make_request(f"r{index}", shared + prompt, random_params(rng))
         source = requests[-1] if requests and rng.random() < 0.2 else None
-        if source is not None and source.sampling_params.prompt_logprobs is None:
+        if source is not None and source.task.sampling_params.prompt_logprobs is None:
             prompt = source.prompt_token_ids
             request = replace(request, prompt_token_ids=prompt, fork_of=source.request_id)
         requests.append(request)
@@ -375,7 +375,7 @@ async def test_no_draft_of_a_d_changes_what_its_clients_see(
     requests = [
         request
         for request in asked
-        if request.sampling_params.prompt_logprobs is None
+        if request.task.sampling_params.prompt_logprobs is None
         and len(expected[request.request_id].token_ids) > 1
         and request.fork_of is None
     ][:60]

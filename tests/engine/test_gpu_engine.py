@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
+from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import Sleep, WakeUp
@@ -257,7 +257,7 @@ def generate(
     for name, (prompt, lora) in enumerate(zip(prompts, itertools.cycle(loras), strict=False)):
         request = greedy_request(str(name), prompt, lora_request=lora)
         if params is not None:
-            request = dataclasses.replace(request, sampling_params=params)
+            request = dataclasses.replace(request, task=Generate(params))
         asked.append(request)
     found = engines.generate(engine.core, asked)
     return [found[request.request_id] for request in asked]
@@ -397,7 +397,7 @@ def test_the_pool_leaves_room_for_the_largest_step(make_model: Callable[..., Pat
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=1, max_tokens=8)
         for index in range(64):
             request = greedy_request(str(index), make_prompt(64 + index))
-            engine.core.add_request(dataclasses.replace(request, sampling_params=params))
+            engine.core.add_request(dataclasses.replace(request, task=Generate(params)))
         while engine.core.has_work():
             engine.core.step()
         # What comes after the pool was sized, as graphs of decodes, is small.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_draft_model import SETTINGS, make_prompt, make_request, random_requests
 
-from pdserve_common.engine_types import DraftStats, EngineCoreRequest
+from pdserve_common.engine_types import DraftStats, EngineCoreRequest, Generate
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig
@@ -95,8 +95,7 @@ def constrained_requests(count: int) -> list[EngineCoreRequest]:
     """A half of them follow grammars that force a lot."""
     rng, requests = random.Random(5), []
     for index, request in enumerate(random_requests(count)):
-        params = request.sampling_params
-        assert params is not None
+        params = request.task.sampling_params
         if index % 2:
             params = replace(
                 params,
@@ -104,7 +103,7 @@ def constrained_requests(count: int) -> list[EngineCoreRequest]:
                 max_tokens=60,
                 stop_token_ids=(),
             )
-        requests.append(replace(request, sampling_params=params))
+        requests.append(replace(request, task=Generate(params)))
     return requests
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine
@@ -78,7 +78,7 @@ def requests(vocab_size: int, digests: Sequence[str] = ()) -> list[EngineCoreReq
         EngineCoreRequest(
             request_id=f"{length}-{number}",
             prompt_token_ids=tuple(rng.randrange(2, vocab_size) for _ in range(length)),
-            sampling_params=dataclasses.replace(params, max_tokens=NUM_OUTPUT, ignore_eos=True),
+            task=Generate(dataclasses.replace(params, max_tokens=NUM_OUTPUT, ignore_eos=True)),
             lora_request=adapters.choice(loras),
             client_index=0,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, KVTransferParams
+from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, Generate, KVTransferParams
 from pdserve_common.errors import OverloadedError
 from pdserve_common.processes.channel import Channel
 from pdserve_common.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ async def test_pictures_outlive_a_sleep_and_a_reset(
             for verb in verbs:
                 await engine.call(verb)
             for name, prompt in PROMPTS.items():
-                request = prompt.request(f"{name} {attempt}", sampling_params=GREEDY)
+                request = prompt.request(f"{name} {attempt}", task=Generate(GREEDY))
                 client.send(request, prompt.tensors)
             for name, tokens in expected.items():
                 assert tokens_of(await client.answer(f"{name} {attempt}")) == tokens
@@ -90,13 +90,13 @@ async def test_a_picture_crosses_once_while_any_request_needs_it(
         client = Client(engine)
         for wave in range(2):
             for fork in range(4):
-                request = prompt.request(f"{wave} {fork}", sampling_params=GREEDY)
+                request = prompt.request(f"{wave} {fork}", task=Generate(GREEDY))
                 client.send(request, prompt.tensors)
             for fork in range(4):
                 assert tokens_of(await client.answer(f"{wave} {fork}")) == expected["several"]
         monkeypatch.setattr("pdserve_engine.clients.subprocess.MAX_UNSENT_BYTES", 2)
         with pytest.raises(OverloadedError):
-            client.send(prompt.request("too much", sampling_params=GREEDY), prompt.tensors)
+            client.send(prompt.request("too much", task=Generate(GREEDY)), prompt.tensors)
     carried = [set(each.tensors) for each in sent if isinstance(each, messages.AddRequest)]
     assert carried == [set(prompt.tensors), *[set()] * 3] * 2
     forgotten = [each for each in sent if isinstance(each, messages.ForgetTensors)]
@@ -108,7 +108,7 @@ async def hand_over(
 ) -> list[EngineCoreOutput]:
     """Return what D brings of a prompt."""
     prompt = PROMPTS[name]
-    request = prompt.request(name, sampling_params=GREEDY)
+    request = prompt.request(name, task=Generate(GREEDY))
     on_d = dataclasses.replace(ON_D, remote_port=port)
     d.send(
         dataclasses.replace(request, kv_transfer_params=on_d),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, LogprobsLists
+from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, Generate, LogprobsLists
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelError, VisionConfig
@@ -77,7 +77,7 @@ class Engine:
 
     def add(self, name: str, prompt: Prompt, **fields: Any) -> None:
         tensors = fields.pop("tensors", prompt.tensors)
-        self.core.add_request(prompt.request(name, sampling_params=GREEDY, **fields), tensors)
+        self.core.add_request(prompt.request(name, task=Generate(GREEDY), **fields), tensors)
 
     def run(self) -> dict[str, list[int]]:
         """Return the tokens of what was added."""
@@ -156,7 +156,7 @@ def test_bits_depend_on_no_other_picture_and_no_chunk(
         found: dict[str, list[Any]] = {}
         for name, prompt in PROMPTS.items():
             params = dataclasses.replace(GREEDY, logprobs=3, prompt_logprobs=1)
-            engine.core.add_request(prompt.request(name, sampling_params=params), prompt.tensors)
+            engine.core.add_request(prompt.request(name, task=Generate(params)), prompt.tensors)
             if is_alone:
                 engine.run()
                 found |= bits_of(engine)

@@ -28,6 +28,7 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
+    Generate,
     KVTransferParams,
     LogprobsLists,
     PauseMode,
@@ -68,12 +69,14 @@ SAMPLES: list[Message] = [
         EngineCoreRequest(
             request_id="r",
             prompt_token_ids=(1, 2),
-            sampling_params=SamplingParams(
-                seed=2**64 - 1,
-                temperature=0.5,
-                stop=("a",),
-                logit_bias={3: -1.5},
-                structured_outputs=StructuredOutputsParams(choice=("x", "y")),
+            task=Generate(
+                SamplingParams(
+                    seed=2**64 - 1,
+                    temperature=0.5,
+                    stop=("a",),
+                    logit_bias={3: -1.5},
+                    structured_outputs=StructuredOutputsParams(choice=("x", "y")),
+                )
             ),
             trace_headers={"traceparent": "00"},
             deadline=1e9,

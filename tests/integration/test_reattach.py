@@ -10,6 +10,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    Generate,
     WorkerRole,
 )
 from pdserve_common.sampling_params import SamplingParams
@@ -170,7 +171,7 @@ async def generate(
         temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs
     )
     request = EngineCoreRequest(
-        request_id=request_id, prompt_token_ids=(5, 6, 7), sampling_params=params
+        request_id=request_id, prompt_token_ids=(5, 6, 7), task=Generate(params)
     )
     client.add_request(request, take)
     await until(lambda: bool(ends))

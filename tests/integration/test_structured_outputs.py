@@ -18,7 +18,7 @@ import tokenizers
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, Generate
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_router.workers.worker_client import WorkerClient
 from support import hostile_grammars
@@ -196,8 +196,8 @@ async def test_reasoning_ends_in_any_world(
         return EngineCoreRequest(
             request_id=next(names),
             prompt_token_ids=tuple(prompt),
-            sampling_params=SamplingParams(
-                seed=seed, max_tokens=400, structured_outputs=CONSTRAINTS[0]
+            task=Generate(
+                SamplingParams(seed=seed, max_tokens=400, structured_outputs=CONSTRAINTS[0])
             ),
             eos_token_id=EOS,
             reasoning_ended=False,

@@ -17,6 +17,7 @@ from pdserve_common.engine_types import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
+    Generate,
     KVTransferStats,
     PrefillStats,
 )
@@ -145,7 +146,7 @@ def long_request(seed: int) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=f"overlap-{seed}",
         prompt_token_ids=tuple(prompt),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+        task=Generate(SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)),
     )
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
+from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_common.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ class Prefills:
         core = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tuple(range(num_tokens)),
-            sampling_params=SamplingParams(max_tokens=8),
+            task=Generate(SamplingParams(max_tokens=8)),
             kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="d0"),
         )
         self.connector.ask(Request(core, max_model_len=4096, seed=0))

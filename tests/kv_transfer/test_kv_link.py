@@ -17,7 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
+from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.base import ConnectorContext
@@ -134,7 +134,7 @@ class D:
         core = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tuple(range(16 * len(block_ids))),
-            sampling_params=SamplingParams(max_tokens=8),
+            task=Generate(SamplingParams(max_tokens=8)),
             kv_transfer_params=params,
         )
         request = Request(core, max_model_len=4096, seed=0)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ from support.modelled_pool import ModelledPool, modelled
 REQUEST = EngineCoreRequest(
     request_id="r",
     prompt_token_ids=tuple(range(64)),
-    sampling_params=SamplingParams(max_tokens=8),
+    task=Generate(SamplingParams(max_tokens=8)),
 )
 A, B = (LoRAAdapter(name=name, digest=name * 64, rank=8) for name in "ab")
 NEW_A = LoRAAdapter(name="a", digest="c" * 64, rank=8)

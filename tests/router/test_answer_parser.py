@@ -4,7 +4,7 @@ import pytest
 from fake_model import make_model_dir
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory):
 
 def parts_of(tokenizer, parsing, **params):
     request = EngineCoreRequest(
-        request_id="r", external_req_id="r", prompt_token_ids=(5,), sampling_params=None
+        request_id="r", external_req_id="r", prompt_token_ids=(5,), task=Generate(SamplingParams())
     )
     skipped = silent_token_ids(tokenizer, SamplingParams(**params), parsing)
     detokenizer = Detokenizer(tokenizer.backend, skipped=skipped)

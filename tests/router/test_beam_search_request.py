@@ -42,7 +42,7 @@ def next_tokens(token_ids: tuple[int, ...], num: int) -> LogprobsLists:
 
 async def predict(running) -> None:
     request = running.request
-    top = next_tokens(request.prompt_token_ids, request.sampling_params.logprobs)
+    top = next_tokens(request.prompt_token_ids, request.task.sampling_params.logprobs)
     running.emit(
         top.logprob_token_ids[0][0],
         at=0,
@@ -121,7 +121,7 @@ async def test_each_step_asks_decode_for_one_token_behind_each_beam(stack) -> No
     lengths = [len(each.prompt_token_ids) - len(PROMPT) for each in asked]
     assert lengths == [0] + [step for step in range(1, MAX_TOKENS) for _ in range(3)]
     for each in asked:
-        params = each.sampling_params
+        params = each.task.sampling_params
         assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, 6)
         assert (each.kv_transfer_params, each.fork_of) == (None, None)
     assert len({each.request_id for each in asked}) == len(asked)

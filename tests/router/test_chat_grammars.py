@@ -15,7 +15,7 @@ from test_chat_formats import TEMPLATES, WRITTEN, as_arguments
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.structured.reasoning import Reasoning
@@ -147,7 +147,7 @@ def walk(model: Model, grammar: CompiledGrammar, begun: list[int], seed: int) ->
 
 def read(model: Model, parsing: ParserOptions, token_ids: list[int]) -> tuple[OutputPart, ...]:
     request = EngineCoreRequest(
-        request_id="r", external_req_id="r", prompt_token_ids=(5,), sampling_params=None
+        request_id="r", external_req_id="r", prompt_token_ids=(5,), task=Generate(SamplingParams())
     )
     silent = silent_token_ids(model.tokenizer, SamplingParams(), parsing)
     detokenizer = Detokenizer(model.tokenizer.backend, skipped=silent)

@@ -107,7 +107,7 @@ async def test_trailers_carry_the_timing_the_path_and_the_seed(stack) -> None:
 
 async def test_a_drawn_seed_is_returned(stack) -> None:
     outputs, _ = await collect(stack, pb2.GenerateRequest(text="hello"))
-    assert outputs[-1].seed == stack.decode.requests[0].sampling_params.seed
+    assert outputs[-1].seed == stack.decode.requests[0].task.sampling_params.seed
 
 
 async def test_priority_and_salt_reach_the_engine(stack) -> None:

@@ -62,24 +62,26 @@ async def test_ids_differ_for_the_same_client_id(processor) -> None:
 
 
 async def test_a_missing_seed_is_drawn_and_a_given_one_kept(processor) -> None:
-    drawn = {(await process(processor)).sampling_params.seed for _ in range(3)}
+    drawn = {(await process(processor)).task.sampling_params.seed for _ in range(3)}
     assert len(drawn) == 3
     assert all(0 <= seed < 2**63 for seed in drawn)
-    assert (await process(processor, params={"seed": 2**64 - 1})).sampling_params.seed == 2**64 - 1
+    assert (
+        await process(processor, params={"seed": 2**64 - 1})
+    ).task.sampling_params.seed == 2**64 - 1
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 90), (5, 5), (5000, 90)])
 async def test_max_tokens_ends_at_max_model_len(processor, wanted, expected) -> None:
     params = {"max_tokens": wanted}
     result = await process(processor, token_ids=[5] * 10, params=params)
-    assert result.sampling_params.max_tokens == expected
+    assert result.task.sampling_params.max_tokens == expected
 
 
 async def test_further_eos_tokens_stop_too_unless_ignored(processor) -> None:
     result = await process(processor, params={"stop_token_ids": (9,)})
-    assert result.sampling_params.stop_token_ids == (9, 3)
+    assert result.task.sampling_params.stop_token_ids == (9, 3)
     result = await process(processor, params={"ignore_eos": True})
-    assert result.sampling_params.stop_token_ids == ()
+    assert result.task.sampling_params.stop_token_ids == ()
 
 
 async def test_deadlines_are_defaulted_and_bounded(processor) -> None:
@@ -158,7 +160,7 @@ async def test_max_tokens_left_unset_is_what_fits_with_its_logprobs(
     result = await process(
         processor, token_ids=[5] * 10, params=params, max_logprob_entries=21 * 47 + 20
     )
-    assert result.sampling_params.max_tokens == expected
+    assert result.task.sampling_params.max_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ async def test_what_does_not_fit_with_its_logprobs_is_refused(
 
 async def test_bad_words_become_every_form_of_their_tokens(processor, tokenizer) -> None:
     result = await process(processor, params={"bad_words": ("the", " world", "é")})
-    forms = result.sampling_params.bad_words_token_ids
+    forms = result.task.sampling_params.bad_words_token_ids
     assert [tokenizer.decode(form) for form in forms] == [
         "the",
         "world",
@@ -192,7 +194,7 @@ async def test_bad_words_become_every_form_of_their_tokens(processor, tokenizer)
 
 async def test_a_bad_word_of_spaces_only_is_banned_as_it_is(processor, tokenizer) -> None:
     result = await process(processor, params={"bad_words": (" ",)})
-    texts = [tokenizer.decode(form) for form in result.sampling_params.bad_words_token_ids]
+    texts = [tokenizer.decode(form) for form in result.task.sampling_params.bad_words_token_ids]
     assert texts[0] == " "
 
 
@@ -207,7 +209,7 @@ async def test_bad_words_have_no_special_tokens_around_them(tokenizer, monkeypat
     )
     result = await process(processor, text="hello", params={"bad_words": ("hello",)})
     assert result.prompt_token_ids[0] == 0
-    assert all(0 not in form for form in result.sampling_params.bad_words_token_ids)
+    assert all(0 not in form for form in result.task.sampling_params.bad_words_token_ids)
 
 
 async def test_an_unknown_model_is_not_found(processor) -> None:
@@ -247,7 +249,7 @@ def required(parameters, **fields) -> ToolUse:
 
 async def grammar_of(processor, use: ToolUse) -> Grammar:
     wanted = request(messages=QUESTION, tools=use)
-    params = (await processor.process(wanted, ENFORCING)).core_request.sampling_params
+    params = (await processor.process(wanted, ENFORCING)).core_request.task.sampling_params
     tag = to_structural_tag(params.structured_outputs)
     return Grammar.from_structural_tag(tag.text)
 

@@ -344,7 +344,8 @@ async def test_a_large_request_is_answered_like_a_small_one(
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
         assert content(large) == content(small)
         sent = [
-            (request.prompt_token_ids, request.sampling_params) for request in stack.decode.requests
+            (request.prompt_token_ids, request.task.sampling_params)
+            for request in stack.decode.requests
         ]
         half = len(sent) // 2
         assert sent[:half] == sent[half:]

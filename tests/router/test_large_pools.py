@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import pairs
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -13,7 +13,7 @@ from support.modelled_pool import ModelledPool, modelled
 
 ENOUGH = pairs.ENOUGH_PARTNERS
 REQUEST = EngineCoreRequest(
-    request_id="r", prompt_token_ids=tuple(range(64)), sampling_params=SamplingParams()
+    request_id="r", prompt_token_ids=tuple(range(64)), task=Generate(SamplingParams())
 )
 
 

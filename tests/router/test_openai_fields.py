@@ -169,7 +169,7 @@ async def test_a_developer_is_the_system(http, stack) -> None:
 @both_endpoints
 async def test_a_whole_number_may_have_a_point(http, stack, path) -> None:
     await answer_to(http, path, max_tokens=12.0, seed=5.0, top_k=1e1)
-    params = stack.decode.requests[0].sampling_params
+    params = stack.decode.requests[0].task.sampling_params
     assert (params.max_tokens, params.seed, params.top_k) == (12, 5, 10)
     for value in (12.5, "12", True, 1e300):
         assert await refusal_of(http, path, seed=value) == "seed"
@@ -196,7 +196,7 @@ async def test_a_request_is_named_by_its_header_or_its_body(http, path) -> None:
 @both_endpoints
 async def test_the_newer_name_of_max_tokens(http, stack, path) -> None:
     await answer_to(http, path, max_tokens=None, max_completion_tokens=7)
-    assert stack.decode.requests[0].sampling_params.max_tokens == 7
+    assert stack.decode.requests[0].task.sampling_params.max_tokens == 7
     assert await refusal_of(http, path, max_tokens=5, max_completion_tokens=6) == "max_tokens"
 
 
@@ -278,7 +278,7 @@ async def test_a_seed_is_any_int64(http, stack, seed: int) -> None:
     response = await http.post("/v1/completions", json={"prompt": "hello", "seed": seed})
     told = int(response.headers["pdserve-seed"])
     assert told == seed % 2**64
-    assert {each.sampling_params.seed for each in stack.decode.requests} == {told}
+    assert {each.task.sampling_params.seed for each in stack.decode.requests} == {told}
 
 
 async def test_a_prompt_is_cut_to_what_fits(http, stack) -> None:

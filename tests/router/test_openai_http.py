@@ -70,7 +70,7 @@ async def test_a_stream_of_a_chat(http) -> None:
 async def test_a_completion_has_sixteen_tokens_unless_told_otherwise(http, stack) -> None:
     await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
     await http.post("/v1/chat/completions", json=CHAT)
-    limits = [request.sampling_params.max_tokens for request in stack.decode.requests]
+    limits = [request.task.sampling_params.max_tokens for request in stack.decode.requests]
     assert limits[0] == 16
     assert limits[1] > 4000
 
@@ -116,7 +116,7 @@ async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
     response = await http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     request = stack.decode.requests[0]
-    params = request.sampling_params
+    params = request.task.sampling_params
     assert (params.max_tokens, params.temperature, params.top_p) == (9, 0.0, 0.5)
     assert (params.stop, params.seed, params.min_tokens) == (("a", "b"), 5, 2)
     assert (params.ignore_eos, params.stop_token_ids) == (True, (7,))
@@ -199,7 +199,7 @@ async def test_a_prompt_is_scored_without_an_answer(http, stack, tokenizer, stre
     assert logprobs["token_logprobs"] == [None, *(-i / 64 for i in prompt_ids[1:])]
     assert len(logprobs["top_logprobs"][1]) == 3
     assert answers[-1]["choices"][0]["finish_reason"] == "length"
-    assert stack.decode.requests[0].sampling_params.max_tokens == 1
+    assert stack.decode.requests[0].task.sampling_params.max_tokens == 1
     if not stream:
         assert answers[0]["usage"]["completion_tokens"] == 0
 

@@ -9,6 +9,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    Generate,
     LogprobsLists,
 )
 from pdserve_common.errors import PdserveError
@@ -28,7 +29,7 @@ class Harness:
                 request_id="internal",
                 external_req_id="client's",
                 prompt_token_ids=prompt,
-                sampling_params=SamplingParams(seed=7, **params),
+                task=Generate(SamplingParams(seed=7, **params)),
                 attempt=attempt,
             ),
             tokenizer=tokenizer,

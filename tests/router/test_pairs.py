@@ -18,6 +18,7 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
+    Generate,
     KVLost,
     WorkerRole,
 )
@@ -79,7 +80,7 @@ class Stage:
         request = EngineCoreRequest(
             request_id="a",
             prompt_token_ids=(5, 6),
-            sampling_params=SamplingParams(max_tokens=3),
+            task=Generate(SamplingParams(max_tokens=3)),
         )
         route = self.pool.route(request)
         return route.reason or route.path
@@ -157,8 +158,8 @@ async def test_a_pair_is_proven_by_a_generation_over_both(start) -> None:
         info = stage.decode[0].info
         assert len(p_leg.prompt_token_ids) == 2 * info.block_size
         assert not set(p_leg.prompt_token_ids) & set(info.eos_token_ids)
-        assert p_leg.sampling_params.max_tokens == 2
-        assert p_leg.sampling_params.is_greedy
+        assert p_leg.task.sampling_params.max_tokens == 2
+        assert p_leg.task.sampling_params.is_greedy
         for leg, worker in ((p_leg, stage.prefill[0]), (d_leg, stage.decode[0])):
             assert leg.priority == PROBE_PRIORITY
             validate_engine_core_request(leg, worker.info)
@@ -188,7 +189,7 @@ class Answering:
 
     def add_request(self, request: EngineCoreRequest, on_output) -> None:
         self.requests.append(request)
-        tokens = (5,) * request.sampling_params.max_tokens
+        tokens = (5,) * request.task.sampling_params.max_tokens
         on_output(
             EngineCoreOutput(
                 request_id=request.request_id,

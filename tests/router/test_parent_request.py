@@ -79,14 +79,14 @@ async def test_only_the_first_child_is_prefilled_and_the_others_are_its_forks(st
     assert [fork.fork_of for fork in forks] == [first.request_id] * 2
     assert all(fork.kv_transfer_params is None for fork in forks)
     children = [first, *forks]
-    assert [child.sampling_params.seed for child in children] == [7, 8, 9]
-    assert {child.sampling_params.n for child in children} == {1}
+    assert [child.task.sampling_params.seed for child in children] == [7, 8, 9]
+    assert {child.task.sampling_params.n for child in children} == {1}
     assert {child.prompt_token_ids for child in children} == {leg.prompt_token_ids}
 
 
 async def test_seeds_wrap_at_64_bits(stack) -> None:
     outputs = await generate(stack, params={"seed": 2**64 - 2})
-    seeds = [child.sampling_params.seed for child in stack.decode.requests]
+    seeds = [child.task.sampling_params.seed for child in stack.decode.requests]
     assert seeds == [2**64 - 2, 2**64 - 1, 0]
     assert {output.seed for output in outputs} == {2**64 - 2}
 
@@ -212,7 +212,7 @@ async def test_one_token_each_is_served_by_decode_alone(stack) -> None:
 async def test_only_the_first_child_computes_the_prompts_logprobs(stack) -> None:
     outputs = await generate(stack, params={"prompt_logprobs": 2})
     assert len(outputs[0].prompt_logprobs.positions) == outputs[-1].usage.num_prompt_tokens
-    asked = [child.sampling_params.prompt_logprobs for child in stack.decode.requests]
+    asked = [child.task.sampling_params.prompt_logprobs for child in stack.decode.requests]
     assert asked == [2, None, None]
 
 
@@ -248,7 +248,7 @@ async def test_one_request_has_no_children(stack) -> None:
     await generate(stack, params={"n": 1}, request_id="mine")
     (only,) = stack.decode.requests
     assert only.request_id.startswith("mine-")
-    assert (only.fork_of, only.sampling_params.seed) == (None, 7)
+    assert (only.fork_of, only.task.sampling_params.seed) == (None, 7)
 
 
 BEST_OF = {"n": 2, "best_of": 4}
@@ -258,7 +258,7 @@ async def test_best_of_returns_the_likeliest_best_first_at_the_end(stack) -> Non
     stack.decode.behave = decode_cut
     # The fake's tokens all have negative logprobs: shorter is likelier.
     (output,) = await generate(stack, params=BEST_OF)
-    assert [child.sampling_params.logprobs for child in stack.decode.requests] == [0] * 4
+    assert [child.task.sampling_params.logprobs for child in stack.decode.requests] == [0] * 4
     assert [item.index for item in output.outputs] == [0, 1]
     assert [len(item.token_ids) for item in output.outputs] == [4, 5]
     assert not any(item.HasField("logprobs") for item in output.outputs)
@@ -293,7 +293,7 @@ async def test_best_of_fails_whole_when_a_child_fails(stack) -> None:
 async def test_best_of_one_is_one_request(stack) -> None:
     outputs = await generate(stack, params={"n": 1, "best_of": 1})
     assert tokens_of(completions(outputs)[0])[:-1] == list(stack.decode.answer)
-    assert [child.sampling_params.best_of for child in stack.decode.requests] == [None]
+    assert [child.task.sampling_params.best_of for child in stack.decode.requests] == [None]
 
 
 @pytest.fixture

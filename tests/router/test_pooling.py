@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.engine_types import ErrorCode, Pool
 from pdserve_common.lora_types import LoRAAdapter
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN
 from pdserve_router.workers.prefix_index import prefix_hashes
@@ -65,7 +65,6 @@ async def test_a_text_has_its_vector(stack, tokenizer) -> None:
     answer = await call
     (core,) = sent(stack)
     assert core.prompt_token_ids == tuple(tokenizer.backend.encode("the quick fox").ids)
-    assert core.sampling_params is None
     assert core.kv_transfer_params is None
     assert list(answer.pooling_output) == vector_of(core, SIZE)
     assert (answer.request_id, answer.model) == ("mine", "tiny")
@@ -86,7 +85,10 @@ async def test_tokens_pairs_and_parameters_arrive(stack, tokenizer) -> None:
     answer = await stack.stub.Pool(request(tokens=tokens, pooling_params=params, priority=-3))
     (core,) = sent(stack)
     assert core.prompt_token_ids == (5, 6, 7)
-    assert (core.pooling_params.dimensions, core.pooling_params.use_activation) == (3, False)
+    assert (core.task.pooling_params.dimensions, core.task.pooling_params.use_activation) == (
+        3,
+        False,
+    )
     assert core.priority == -3
     assert list(answer.pooling_output) == vector_of(core, SIZE)
     assert len(answer.pooling_output) == 3
@@ -289,7 +291,7 @@ async def test_a_worker_that_keeps_failing_gets_no_more(stack) -> None:
     # A trial of the router's own shows when it is well again.
     bad.behave = bad.behave_probe = pool
     await until(lambda: not client.breaker.is_open)
-    assert bad.probes[-1].pooling_params is not None
+    assert isinstance(bad.probes[-1].task, Pool)
 
 
 async def test_nothing_is_sent_again_for_ever(stack) -> None:

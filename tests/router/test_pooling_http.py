@@ -132,7 +132,7 @@ async def test_fields_of_an_embedding_arrive(http, stack) -> None:
     response = await http.post("/v1/embeddings", json=body)
     (core,) = sent(stack)
     assert core.prompt_token_ids == (6, 7, 8)
-    params = core.pooling_params
+    params = core.task.pooling_params
     assert (params.task, params.dimensions, params.use_activation) == ("embed", 2, False)
     assert (core.priority, core.cache_salt, core.external_req_id) == (4, "mine", "named")
     assert response.headers["x-request-id"] == "named"
@@ -483,7 +483,7 @@ async def test_scores_of_pairs_are_what_the_model_says(start_stack, model_dir, m
         assert scores == [
             vector_of(of_text(stack, tokenizer, "hello", text), 1)[0] for text in documents
         ]
-        assert {each.pooling_params.task for each in sent(stack)} == {"score"}
+        assert {each.task.pooling_params.task for each in sent(stack)} == {"score"}
         body = {"query": "hello", "documents": documents, "top_n": 2}
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             ranking = (await stack.api.post(path, json=body)).json()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.block_hash import ROOT_HASH, hash_block, truncated_hashes
-from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
+from pdserve_common.engine_types import EngineCoreRequest, Generate, MultiModalFeatureSpec
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
@@ -183,7 +183,7 @@ def test_hashes_of_a_request_are_the_engine_s(salt: str | None) -> None:
         request_id="a",
         prompt_token_ids=(1, 2, 3, 4, 5),
         resume_output_token_ids=(6, 7),
-        sampling_params=SamplingParams(),
+        task=Generate(SamplingParams()),
         cache_salt=salt,
         mm_features=(
             MultiModalFeatureSpec(modality="image", identifier="x", position=3, length=2),

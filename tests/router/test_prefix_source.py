@@ -8,6 +8,7 @@ import pytest
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineInfo,
+    Generate,
     KVPrefixSource,
     WorkerRole,
 )
@@ -72,7 +73,7 @@ def test_who_is_not_there_lends_nothing() -> None:
 
 def test_only_the_prefill_leg_names_the_source() -> None:
     request = EngineCoreRequest(
-        request_id="r0", prompt_token_ids=(1, 2), sampling_params=SamplingParams()
+        request_id="r0", prompt_token_ids=(1, 2), task=Generate(SamplingParams())
     )
     worker: Any = stub()
     legs = make_legs(request, prefill=worker, decode=worker, prefix_source=source("d1", 32))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool
 from pdserve_common.errors import InvalidRequestError, OverloadedError
 from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.quota_metrics import MAX_NAMES, QUOTA_OUTCOMES, QuotaMetrics
@@ -77,7 +77,7 @@ def processed(
             request_id="r",
             external_req_id="r",
             prompt_token_ids=(1,) * num_prompt_tokens,
-            sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+            task=Generate(SamplingParams(max_tokens=max_tokens, **params)),
             eos_token_id=None,
             arrival_time=0.0,
             priority=priority,
@@ -438,9 +438,7 @@ def test_several_routers_share_the_limits_between_them() -> None:
 
 def vector() -> ProcessedInput:
     request = processed(3, 1)
-    pooled = replace(
-        request.core_request, sampling_params=None, pooling_params=PoolingParams(task="embed")
-    )
+    pooled = replace(request.core_request, task=Pool(PoolingParams(task="embed")))
     return replace(request, core_request=pooled)
 
 

@@ -613,10 +613,10 @@ def check_border(stack, params) -> None:
         assert leg.prompt_token_ids == first.prompt_token_ids
         has_tokens = bool(leg.resume_output_token_ids)
         expected = replace(
-            first.sampling_params,
+            first.task.sampling_params,
             prompt_logprobs=None if has_tokens else params.get("prompt_logprobs"),
         )
-        assert leg.sampling_params == expected
+        assert leg.task.sampling_params == expected
 
 
 async def test_slices_of_prompt_logprobs_begin_anew_with_the_attempt(four, tokenizer) -> None:
@@ -626,7 +626,7 @@ async def test_slices_of_prompt_logprobs_begin_anew_with_the_attempt(four, token
         if running.request.attempt:
             await prefill(running)
             return
-        num_top = running.request.sampling_params.prompt_logprobs
+        num_top = running.request.task.sampling_params.prompt_logprobs
         assert num_top is not None
         running.emit_prompt_logprobs()
         await asyncio.sleep(0.01)

@@ -28,6 +28,7 @@ from pdserve_common.engine_types import (
     ErrorCode,
     ErrorFault,
     FinishReason,
+    Generate,
     KVLost,
     KVTransferParams,
     WorkerRole,
@@ -35,10 +36,10 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue
-from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
@@ -247,18 +248,23 @@ class World:
         request = EngineCoreRequest(
             request_id="a",
             prompt_token_ids=PROMPT,
-            sampling_params=SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False),
+            task=Generate(SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False)),
         )
-        self.live = SingleCompletion(
-            request,
-            self.route(request),
+        processed = ProcessedInput(
+            core_request=request,
+            has_max_tokens=True,
+            arrival_ns=1,
+            tokenize_start_ns=1,
+            tokenize_end_ns=1,
+        )
+        services = Services(
             tokenizer=None,  # type: ignore[arg-type]
-            timeline=Timeline(arrival_ns=1, tokenize_start_ns=1, tokenize_end_ns=1),
             metrics=metrics,
             redrives=RedriveQueue(self, metrics=metrics, max_redrives=3, wait_s=0),  # type: ignore[arg-type]
             on_tokens=lambda live, num_new: None,
             on_end=self._on_end,
         )
+        self.live = SingleCompletion(processed, self.route(request), services)
 
     def decode_named(self, engine_id: str) -> Worker:
         return next(each for each in self._decodes if each.client.engine_id == engine_id)

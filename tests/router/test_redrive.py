@@ -17,6 +17,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
+    Generate,
     SchedulerStats,
     WorkerRole,
 )
@@ -85,7 +86,7 @@ def lost_request(name: str, kind: type[L] = LostRequest) -> L:
     request = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=(1, 2),
-        sampling_params=SamplingParams(),
+        task=Generate(SamplingParams()),
         deadline=time.monotonic() + 60,
     )
     lost = kind(request)

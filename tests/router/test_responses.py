@@ -218,7 +218,7 @@ async def test_what_the_text_has_to_be_is_enforced(start_stack) -> None:
     async with start_stack(http=True, info=info) as stack:
         response = await stack.api.post(PATH, json={"input": "hello", "text": {"format": form}})
         assert response.status_code == 200, response.text
-        params = stack.decode.requests[-1].sampling_params
+        params = stack.decode.requests[-1].task.sampling_params
         tag = json.loads(params.structured_outputs.structural_tag)
         assert json.dumps(schema) in json.dumps(tag)
         bad = {"format": {**form, "schema": {"type": "nothing"}}}

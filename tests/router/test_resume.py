@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    Generate,
 )
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
@@ -40,7 +41,7 @@ def make_state(tokenizer, resumed=None, parsing=None, **params) -> RequestState:
         EngineCoreRequest(
             request_id="internal",
             prompt_token_ids=(5, 6),
-            sampling_params=SamplingParams(seed=7, **{"max_tokens": 100, **params}),
+            task=Generate(SamplingParams(seed=7, **{"max_tokens": 100, **params})),
             eos_token_id=EOS,
         ),
         tokenizer=tokenizer,
@@ -167,7 +168,7 @@ async def test_only_what_follows_is_sent_and_all_counts(stack, tokenizer, answer
         assert outputs[-1].seed == 7
         leg = stack.decode.requests[-1]
         assert (leg.attempt, list(leg.resume_output_token_ids)) == (0, answer[:border])
-        assert leg.sampling_params.prompt_logprobs is None
+        assert leg.task.sampling_params.prompt_logprobs is None
         assert outputs[-1].metrics.ttft_ns > 0
     assert stack.metric("pdserve_generation_tokens_total", model="tiny") == (
         len(answer) + sum(len(answer) - border for border in borders)
@@ -244,7 +245,7 @@ async def test_each_completion_goes_on_from_its_own_border(stack, answer) -> Non
     assert sorted(legs) == ["0", "2"]
     assert list(legs["2"].resume_output_token_ids) == answer[:6]
     assert legs["2"].fork_of is None
-    assert [leg.sampling_params.seed for leg in stack.decode.requests] == [7, 9]
+    assert [leg.task.sampling_params.seed for leg in stack.decode.requests] == [7, 9]
 
 
 async def test_when_all_were_finished_only_the_end_is_told(stack, answer) -> None:

@@ -168,7 +168,7 @@ async def test_an_answer_that_is_told_at_its_end_is_asked_for_again(stack) -> No
         await client.close()
     assert [output.outputs[0].text for output in outputs] == [ANSWER_TEXT]
     first, second = stack.decode.requests
-    assert first.sampling_params.seed == second.sampling_params.seed == outputs[0].seed
+    assert first.task.sampling_params.seed == second.task.sampling_params.seed == outputs[0].seed
 
 
 async def test_another_models_router_is_passed_over(start_stack) -> None:

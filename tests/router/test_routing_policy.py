@@ -8,7 +8,8 @@ from operator import attrgetter
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats, WorkerRole
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
 from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
@@ -23,7 +24,9 @@ from support.fake_worker import engine_info
 from support.stub_worker import StubWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=tuple(range(100)))
+REQUEST = EngineCoreRequest(
+    request_id="r", prompt_token_ids=tuple(range(100)), task=Generate(SamplingParams())
+)
 
 
 @dataclass
@@ -188,7 +191,9 @@ def test_power_of_two_avoids_the_most_loaded() -> None:
 # By cost
 
 BLOCK = 16
-CHAT = EngineCoreRequest(request_id="c", prompt_token_ids=tuple(range(64 * BLOCK)))
+CHAT = EngineCoreRequest(
+    request_id="c", prompt_token_ids=tuple(range(64 * BLOCK)), task=Generate(SamplingParams())
+)
 
 
 def prefix_routing(**weights: float) -> PrefixRouting:

@@ -415,7 +415,7 @@ async def test_what_has_not_begun_follows_the_pool_and_what_has_does_not(start_s
     holds = asyncio.Event()
 
     async def hold(running, num_tokens: int) -> None:
-        if num_tokens >= running.request.sampling_params.min_tokens:
+        if num_tokens >= running.request.task.sampling_params.min_tokens:
             await holds.wait()
 
     old.before_token = hold

@@ -97,7 +97,7 @@ async def test_an_answer_of_any_length_has_as_many_logprobs_as_fit(
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         body = {**chat, "logprobs": True, "top_logprobs": 20}
         assert (await stack.api.post("/v1/chat/completions", json=body)).status_code == 200
-        limits = [each.sampling_params.max_tokens for each in stack.decode.requests]
+        limits = [each.task.sampling_params.max_tokens for each in stack.decode.requests]
         assert limits == [expected, 2**20 // 21]
 
 

@@ -46,7 +46,9 @@ async def test_choices_count_on_from_prompt_to_prompt(http, stack) -> None:
     num_tokens = len(stack.decode.answer) + 1
     assert answer["usage"]["completion_tokens"] == 6 * num_tokens
     # The seed that is told is every prompt's.
-    assert {each.sampling_params.seed for each in first} == {int(response.headers["pdserve-seed"])}
+    assert {each.task.sampling_params.seed for each in first} == {
+        int(response.headers["pdserve-seed"])
+    }
 
 
 async def test_a_stream_of_several(http) -> None:

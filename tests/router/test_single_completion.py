@@ -42,7 +42,7 @@ async def test_both_legs_get_the_same_request_and_each_other(stack) -> None:
     (to_prefill,), (to_decode,) = stack.prefill.requests, stack.decode.requests
     assert to_prefill.request_id == to_decode.request_id
     assert to_prefill.prompt_token_ids == to_decode.prompt_token_ids
-    assert to_prefill.sampling_params == to_decode.sampling_params
+    assert to_prefill.task.sampling_params == to_decode.task.sampling_params
     leg = to_prefill.kv_transfer_params
     assert (leg.do_remote_decode, leg.do_remote_prefill) == (True, False)
     assert leg.remote_engine_id == "decode-0"

@@ -103,7 +103,7 @@ STACK = {"http": True, "info": SERVED}
 
 
 def constraint_of(stack) -> StructuredOutputsParams | None:
-    return stack.decode.requests[-1].sampling_params.structured_outputs
+    return stack.decode.requests[-1].task.sampling_params.structured_outputs
 
 
 async def post(http, path: str, body: dict) -> None:
@@ -318,7 +318,7 @@ async def test_an_answer_may_call_instead(http, stack) -> None:
 
 async def test_several_prompts_have_one_constraint(http, stack) -> None:
     await post(http, "/v1/completions", {"prompt": ["a", "b"], **ONE_OF_EACH[2]})
-    first, second = (each.sampling_params for each in stack.decode.requests[-2:])
+    first, second = (each.task.sampling_params for each in stack.decode.requests[-2:])
     assert first.structured_outputs == second.structured_outputs == constraint_of(stack)
 
 

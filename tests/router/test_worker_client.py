@@ -15,6 +15,7 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
+    Generate,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
@@ -92,7 +93,7 @@ class Link:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=max_tokens),
+            task=Generate(SamplingParams(max_tokens=max_tokens)),
             attempt=attempt,
         )
         self.outputs[request_id] = []
@@ -289,7 +290,7 @@ async def test_a_defect_in_taking_an_output_fails_that_request_alone(link) -> No
         raise RuntimeError("a defect")
 
     request = EngineCoreRequest(
-        request_id="bad", prompt_token_ids=(5,), sampling_params=SamplingParams(max_tokens=3)
+        request_id="bad", prompt_token_ids=(5,), task=Generate(SamplingParams(max_tokens=3))
     )
     link.client.add_request(request, explode, lambda: defects.append("bad"))
     link.add("good")
@@ -722,8 +723,8 @@ async def test_a_token_that_cannot_be_taken_ends_its_request_alone(link, columns
     def explode(token_id: int, index: int, now_ns: int) -> bool:
         raise ValueError("on purpose")
 
-    request = EngineCoreRequest(request_id="b", prompt_token_ids=(5,))
-    request = dataclasses.replace(request, sampling_params=SamplingParams(max_tokens=3))
+    task = Generate(SamplingParams(max_tokens=3))
+    request = EngineCoreRequest(request_id="b", prompt_token_ids=(5,), task=task)
     link.client.add_request(
         request, lambda output: None, lambda: defects.append("b"), take_token=explode
     )
@@ -848,7 +849,7 @@ class Life:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=(5,),
-            sampling_params=SamplingParams(max_tokens=5),
+            task=Generate(SamplingParams(max_tokens=5)),
         )
         try:
             self.link.client.add_request(

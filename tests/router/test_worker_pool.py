@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    Generate,
     SchedulerStats,
     WorkerRole,
 )
@@ -39,7 +40,7 @@ def request(num_tokens: int = 40, *, first: int = 5, **fields: object) -> Engine
     return EngineCoreRequest(
         request_id="a",
         prompt_token_ids=tuple(range(first, first + num_tokens)),
-        sampling_params=SamplingParams(**{"max_tokens": 3, **params}),
+        task=Generate(SamplingParams(**{"max_tokens": 3, **params})),
         **fields,
     )
 

@@ -23,8 +23,10 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
+    Generate,
     KVTransferStats,
     LogprobsLists,
+    Pool,
     PrefillStats,
     SchedulerStats,
     WorkerRole,
@@ -127,9 +129,8 @@ def vector_of(request: EngineCoreRequest, size: int) -> list[float]:
     """What the fake pools a prompt to: numbers that fp32 holds exactly, other ones for other tokens
     and in another order.
     """
-    params = request.pooling_params
-    assert params is not None
-    values = [0] * (params.dimensions or size)
+    assert isinstance(request.task, Pool)
+    values = [0] * (request.task.pooling_params.dimensions or size)
     for place, token_id in enumerate(request.prompt_token_ids, 1):
         values = [(value * 31 + token_id * (i + place)) % 1021 for i, value in enumerate(values)]
     return [value / 64 for value in values]
@@ -200,9 +201,8 @@ class Running:
 
     @property
     def params(self) -> SamplingParams:
-        params = self.request.sampling_params
-        assert params is not None
-        return params
+        assert isinstance(self.request.task, Generate)
+        return self.request.task.sampling_params
 
     @property
     def num_resumed(self) -> int:

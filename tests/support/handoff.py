@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
+from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
 from pdserve_common.kv_types import (
     PROTOCOL_VERSION,
     KVLinkWelcome,
@@ -311,7 +311,7 @@ class PSide:
         core = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tuple(range(num_tokens)),
-            sampling_params=SamplingParams(max_tokens=8),
+            task=Generate(SamplingParams(max_tokens=8)),
             kv_transfer_params=params,
             **fields,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Pool
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.pooling_params import PoolingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
@@ -29,7 +29,7 @@ class PoolingEngine:
             EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=tuple(prompt),
-                pooling_params=PoolingParams(task=task, **ours),
+                task=Pool(PoolingParams(task=task, **ours)),
                 **fields,
             )
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request
 
@@ -22,7 +22,7 @@ def make_request(
     return EngineCoreRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
-        sampling_params=params or greedy(4),
+        task=Generate(params or greedy(4)),
         **fields,
     )
 

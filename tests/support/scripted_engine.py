@@ -13,6 +13,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     FinishReason,
+    Generate,
     KVLost,
     KVTransferParams,
     KVTransferStats,
@@ -221,7 +222,7 @@ class Engine:
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt),
-                sampling_params=params,  # type: ignore[arg-type]
+                task=Generate(params),  # type: ignore[arg-type]
                 eos_token_id=EOS,
                 **fields,  # type: ignore[arg-type]
             )

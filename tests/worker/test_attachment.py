@@ -8,7 +8,6 @@ import pytest
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
-    EngineCoreRequest,
     FinishReason,
     WorkerRole,
 )
@@ -26,6 +25,7 @@ from pdserve_worker.outbox import Outbox
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.engine_double import EngineDouble
 from support.fake_worker import engine_info
+from support.requests import make_request
 
 EPOCH = "e" * 32
 
@@ -66,8 +66,7 @@ def resume(next_frame_seq: int, *requests: tuple[str, int], worker_epoch: str = 
 
 
 def add(attachment: Attachment, request_id: str, attempt: int = 0) -> None:
-    request = EngineCoreRequest(request_id=request_id, prompt_token_ids=(1,), attempt=attempt)
-    attachment.add_request(request)
+    attachment.add_request(make_request(request_id, (1,), attempt=attempt))
 
 
 async def frames(attachment: Attachment, stream: int) -> list[Frame]:

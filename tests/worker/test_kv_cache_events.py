@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, WorkerRole
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
@@ -102,7 +102,7 @@ def request(number: int, **fields: object) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=f"r{number}",
         prompt_token_ids=tuple((number * 7 + i) % 90 + 3 for i in range(64)),
-        sampling_params=params,
+        task=Generate(params),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -15,9 +15,11 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
+    Generate,
     KVLost,
     KVTransferParams,
     KVTransferStats,
+    Pool,
     PrefillStats,
 )
 from pdserve_common.pooling_params import PoolingParams
@@ -65,7 +67,7 @@ class Worker:
         self.spans = RequestSpans(tracing, model="tiny", clock_ns=lambda: round(self.now_ms * MS))
 
     def begin(self, headers: Mapping[str, str] = HEADERS, **fields: Any) -> None:
-        fields.setdefault("sampling_params", SamplingParams())
+        fields.setdefault("task", Generate(SamplingParams()))
         self.spans.begin(
             EngineCoreRequest(
                 request_id="r",
@@ -197,7 +199,7 @@ def test_decode_alone(worker: Worker) -> None:
 
 
 def test_a_vector_is_there_when_its_prompt_is_computed(worker: Worker) -> None:
-    worker.begin(sampling_params=None, pooling_params=PoolingParams(task="embed"))
+    worker.begin(task=Pool(PoolingParams(task="embed")))
     worker.take(
         90,
         events=events(queued=5, scheduled=25),

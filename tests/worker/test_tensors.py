@@ -17,6 +17,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    Generate,
     MultiModalFeatureSpec,
     TensorRef,
     WorkerRole,
@@ -114,7 +115,7 @@ def generate(*features: MultiModalFeatureSpec) -> pb2.EngineCoreServiceGenerateR
     request = EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(5, 6, 7, 8),
-        sampling_params=SamplingParams(max_tokens=1),
+        task=Generate(SamplingParams(max_tokens=1)),
         mm_features=features,
     )
     return pb2.EngineCoreServiceGenerateRequest(request=to_proto(request))

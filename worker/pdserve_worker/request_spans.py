@@ -11,6 +11,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
+    Generate,
     KVLost,
     KVTransferStats,
     PrefillStats,
@@ -119,7 +120,7 @@ class RequestSpans:
         decode_ns = _add_prefill(traced)
         decode_ns = _add_transfer(traced, now_ns) or decode_ns
         is_handed_off = last is not None and last.kv_transfer_params is not None
-        generates = traced.request.sampling_params is not None
+        generates = isinstance(traced.request.task, Generate)
         if decode_ns is not None and generates and not is_handed_off:
             span.add("decode", decode_ns, max(now_ns, decode_ns))
         if last is None:

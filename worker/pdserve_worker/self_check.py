@@ -14,6 +14,8 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    Generate,
+    Pool,
 )
 from pdserve_common.errors import PdserveError, error_from_engine
 from pdserve_common.pooling_params import GENERATE, PoolingParams
@@ -71,19 +73,18 @@ async def _check(engine: EngineClient) -> None:
 
 
 def _request(info: EngineInfo, client_index: int) -> EngineCoreRequest:
-    sampling, pooling = None, None
+    task: Generate | Pool
     max_tokens = 0
     if GENERATE in info.tasks:
         max_tokens = min(NUM_TOKENS, info.max_model_len - 1)
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        task = Generate(SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     else:
-        pooling = PoolingParams(task=info.tasks[0])
+        task = Pool(PoolingParams(task=info.tasks[0]))
     num_prompt_tokens = min(NUM_BLOCKS * info.block_size + 1, info.max_model_len - max_tokens)
     return EngineCoreRequest(
         request_id="self-check",
         prompt_token_ids=tuple(i % info.vocab_size for i in range(num_prompt_tokens)),
-        sampling_params=sampling,
-        pooling_params=pooling,
+        task=task,
         client_index=client_index,
         # Computed here, not found in a tier that an earlier start has filled.
         cache_salt=secrets.token_hex(8),
@@ -104,10 +105,10 @@ async def _ask(
             if output.prefill_stats is not None:
                 num_cached_tokens = output.prefill_stats.num_cached_tokens
             is_finished = output.finished
-    params = request.sampling_params
     kind, wanted = "numbers", engine.info.embedding_size
-    if params is not None and params.max_tokens is not None:
-        kind, wanted = "tokens", params.max_tokens
+    match request.task:
+        case Generate(SamplingParams(max_tokens=int(max_tokens))):
+            kind, wanted = "tokens", max_tokens
     if len(values) != wanted:
         raise SelfCheckError(f"{len(values)} {kind} came instead of {wanted}")
     return _Answer(values, num_cached_tokens)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.structured.json_text import check_size
 from pdserve_common.structured.node import short
 from pdserve_common.structured.tags import Format, read_format
@@ -64,15 +65,14 @@ class Reasoning:
         return self.start, self.end
 
 
-def reasoning_of(request: EngineCoreRequest) -> Reasoning | None:
+def reasoning_of(request: EngineCoreRequest, params: SamplingParams) -> Reasoning | None:
     """Return what a request says of the reasoning before its constraint; None: there is none.
     Raises InvalidRequestError for what makes no sense.
     """
     ended, kwargs = request.reasoning_ended, request.reasoning_parser_kwargs
     if ended is None and not kwargs:
         return None
-    params = request.sampling_params
-    if params is None or params.structured_outputs is None:
+    if params.structured_outputs is None:
         name = _FIELD if ended is None else "reasoning_ended"
         raise InvalidRequestError(
             f"{name} is set, structured_outputs is not: it says where they begin", field=name

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import chain
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -174,6 +174,8 @@ class Codec:
         self._none: dict[str, None] = {}
         # Read in any case.
         self._always: list[tuple[str, str, Convert]] = []
+        # One of several classes: by each the field of a oneof that it is, and the way there.
+        self._kinds: dict[str, dict[type, tuple[str, Convert]]] = {}
         # Dataclasses whose fields stand among the message's own. None leaves them unset.
         self._flat: list[tuple[str, Codec]] = []
         hints = get_type_hints(cls)
@@ -185,6 +187,9 @@ class Codec:
         is_optional = NoneType in get_args(hint)
         if is_optional:
             (hint,) = set(get_args(hint)) - {NoneType}
+        if get_origin(hint) is UnionType:
+            self._kinds[name] = dict(self._add_kind(name, kind) for kind in get_args(hint))
+            return
         key = name
         if (self._cls, name) in _DIFFERENT:
             key, encode, decode = _DIFFERENT[self._cls, name]
@@ -207,6 +212,13 @@ class Codec:
         else:
             self._always.append((name, key, decode))
 
+    def _add_kind(self, name: str, kind: type) -> tuple[type, tuple[str, Convert]]:
+        """A class whose only field has the name of one in the oneof."""
+        ((key, hint),) = get_type_hints(kind).items()
+        encode, decode = _converters(hint, key)
+        self._if_set[key] = name, lambda message: kind(decode(message) if decode else message)
+        return kind, (key, encode)
+
     def values(self, value: Any) -> dict[str, Any]:
         """The message's fields, but for those that are zero or empty anyway."""
         values = {}
@@ -218,6 +230,11 @@ class Codec:
                 field = encode(field)
             if field or (has_presence and field is not None):
                 values[key] = field
+        for name, kinds in self._kinds.items():
+            kind = getattr(value, name)
+            key, encode = kinds[type(kind)]
+            field = getattr(kind, key)
+            values[key] = field if encode is None else encode(field)
         for name, codec in self._flat:
             part = getattr(value, name)
             values |= {} if part is None else codec.values(part)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
+from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool, SchedulerStats
 from pdserve_common.errors import DrainingError
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.pooling_params import PoolingParams
@@ -109,8 +109,8 @@ class EngineCore:
         """See EngineClient. `queued_time` is when the worker got it, by the clock, if that was
         before now.
         """
-        params = request.sampling_params
-        seed = params.seed if params is not None and params.seed is not None else 0
+        task = request.task
+        seed = task.sampling_params.seed or 0 if isinstance(task, Generate) else 0
         self.scheduler.add_request(
             Request(
                 request,
@@ -294,12 +294,13 @@ class EngineCore:
         """
         if PROBE_ID in self.scheduler.requests:
             return
-        pooling = None if self._pooling_task is None else PoolingParams(task=self._pooling_task)
+        task: Generate | Pool = Generate(SamplingParams(temperature=0.0, max_tokens=1))
+        if self._pooling_task is not None:
+            task = Pool(PoolingParams(task=self._pooling_task))
         request = EngineCoreRequest(
             request_id=PROBE_ID,
             prompt_token_ids=(0,),
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=1) if not pooling else None,
-            pooling_params=pooling,
+            task=task,
             client_index=NO_CLIENT,
         )
         self.scheduler.try_first(

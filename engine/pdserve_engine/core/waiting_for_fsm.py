@@ -42,16 +42,18 @@ class WaitingForFSM(Place):
         """Have the grammar of a new request compiled, if it asks for one; return why that cannot
         be, if that is known at once.
         """
-        params = request.sampling_params.structured_outputs
-        if params is None:
+        params = request.sampling_params
+        if params.structured_outputs is None:
             return None
         if self._compile is None:
             return InvalidRequestError(
                 "structured_outputs is set, this worker serves none", field="structured_outputs"
             )
         try:
-            core_request = request.core_request
-            future = self._compile(params, reasoning_of(core_request), core_request.client_id)
+            reasoning = reasoning_of(request.core_request, params)
+            future = self._compile(
+                params.structured_outputs, reasoning, request.core_request.client_id
+            )
         except PdserveError as error:
             return error
         except Exception as error:  # its text is a client's: it costs no one else

@@ -17,8 +17,10 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     FinishReason,
+    Generate,
     KVTransferParams,
     KVTransferStats,
+    Pool,
     PrefillStats,
 )
 from pdserve_common.sampling_params import SamplingParams
@@ -164,13 +166,15 @@ class Request:
     ) -> None:
         """`queued_time`: seconds of the clock; None for now."""
         # To the scheduler the answer to a pooling request is one output token, which never comes.
-        params = _NO_SAMPLING if request.sampling_params is None else request.sampling_params
+        task, params = request.task, _NO_SAMPLING
+        if isinstance(task, Generate):
+            params = task.sampling_params
         self.core_request = request
         self.mm_features = request.mm_features
         self.tensors = tensors
         self.request_id = request.request_id
         self.sampling_params = params
-        self.pooling_params = request.pooling_params
+        self.pooling_params = task.pooling_params if isinstance(task, Pool) else None
         # A router's own, tiny: it comes before all others, in a seat of its own.
         self.is_probe = request.priority == PROBE_PRIORITY
         transfer = request.kv_transfer_params

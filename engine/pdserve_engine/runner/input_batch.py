@@ -47,8 +47,8 @@ class InputBatch:
         self.adapters: list[str | None] = [None] * max_num_seqs
         # The pictures of each request, in the order of its prompt.
         self.mm_features: list[tuple[MultiModalFeatureSpec, ...]] = [()] * max_num_seqs
-        # Of requests that are pooled.
-        self.pooling_params: list[PoolingParams | None] = [None] * max_num_seqs
+        # By row, of requests that are pooled.
+        self.pooling_params: dict[int, PoolingParams] = {}
         # How many requests have had the row.
         self.generations = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -78,7 +78,8 @@ class InputBatch:
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.adapters[row] = request.adapter
         self.mm_features[row] = request.mm_features
-        self.pooling_params[row] = request.pooling_params
+        if request.pooling_params is not None:
+            self.pooling_params[row] = request.pooling_params
         self.append_blocks(row, request.block_ids)
         self.sampling.add(row, request)
 
@@ -89,6 +90,7 @@ class InputBatch:
             return
         self.block_tables[:, row, : self._num_blocks[row]] = 0
         self._num_blocks[row] = 0
+        self.pooling_params.pop(row, None)
         self.sampling.remove(row)
         self._free_rows.append(row)
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
+from pdserve_common.engine_types import EngineCoreRequest, Generate, MultiModalFeatureSpec, Pool
 from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tensors import tensor_ref
@@ -203,18 +203,13 @@ def _warm_up_request(
     request_id: str, num_tokens: int, num_outputs: int, model: Model
 ) -> EngineCoreRequest:
     token_ids = (0,) * num_tokens
+    task: Generate | Pool
     if (pooler := model.config.pooler) is not None:
-        params = PoolingParams(task=pooler.tasks[0])
-        return EngineCoreRequest(
-            request_id=request_id, prompt_token_ids=token_ids, pooling_params=params
-        )
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        sampling_params=SamplingParams(
-            temperature=1.0, seed=0, max_tokens=num_outputs, ignore_eos=True
-        ),
-    )
+        task = Pool(PoolingParams(task=pooler.tasks[0]))
+    else:
+        params = SamplingParams(temperature=1.0, seed=0, max_tokens=num_outputs, ignore_eos=True)
+        task = Generate(params)
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=token_ids, task=task)
 
 
 def _with_picture(

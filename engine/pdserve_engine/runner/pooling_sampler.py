@@ -57,7 +57,5 @@ class PoolingSampler:
 
     def _finish(self, vector: torch.Tensor, row: int) -> tuple[tuple[float, ...], int]:
         """Return a row's answer, and how many of its numbers are NaN."""
-        params = self._batch.pooling_params[row]
-        assert params is not None, "the worker refuses requests without"
-        answer = finish(vector, self._pooler, params)
+        answer = finish(vector, self._pooler, self._batch.pooling_params[row])
         return tuple(answer.tolist()), int(answer.isnan().sum())

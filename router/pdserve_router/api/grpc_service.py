@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import wire
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import FinishReason, Generate
 from pdserve_common.errors import (
     ClientTooSlowError,
     InvalidRequestError,
@@ -112,12 +112,8 @@ class InferenceService:
         # Also when the call is cancelled: leaving ends the request on every worker.
         take = self._take(prepare_generate, raw, context)
         with self._router.answering(), await take as live:
-            params = live.core_request.sampling_params
-            assert params is not None
-            # Without detokenization tokens stay numbers, also those of logprobs.
-            token_text = self._router.tokenizer.token_text if params.detokenize else None
             try:
-                await self._stream(live, context, token_text)
+                await self._stream(live, context, self._token_text(live))
             except ClientTooSlowError as error:
                 # Not an error, which would be the service's: the client has left, in effect.
                 live.cut(FinishReason.ABORT, error.to_engine_error())
@@ -152,6 +148,12 @@ class InferenceService:
         processed = (await self._run(job, raw, most, context, call, limits),)
         self._edge.remember(processed)
         return processed
+
+    def _token_text(self, live: LiveRequest) -> TokenText | None:
+        """Without detokenization tokens stay numbers, also those of logprobs."""
+        task = live.core_request.task
+        is_text = isinstance(task, Generate) and task.sampling_params.detokenize
+        return self._router.tokenizer.token_text if is_text else None
 
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None

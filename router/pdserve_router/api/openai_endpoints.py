@@ -168,8 +168,7 @@ class GenerationEndpoint:
 
     def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:
         request = live.core_request
-        params, lora = request.sampling_params, request.lora_request
-        assert params is not None
+        params, lora = options.params, request.lora_request
         model = self._router.model_name if lora is None else lora.lora_name
         if self._body is ResponsesBody:
             return ResponseFormat(

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve_common.errors import InvalidRequestError
@@ -15,7 +15,6 @@ from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, 
 from pdserve_router.api.responses_types import ResponsesBody
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
-from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
 from pdserve_router.workers.model_limits import ModelLimits
 
@@ -58,6 +57,8 @@ class GenerationCall(HttpCall):
 class AnswerOptions:
     """How a body wants its answer."""
 
+    # What every prompt asks for, before the input processor fills in what is unset.
+    params: SamplingParams
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -83,17 +84,21 @@ async def prepare(
         check_json_counts(raw, max_token_ids=limits.max_model_len + limits.vocab_size)
     body, unknown_fields = parse_body(call.body, raw)
     try:
-        processed, texts = await _process(processor, body, call, limits)
+        requests = _generation_requests(body, call)
+        processed, texts = await _process(processor, body, requests, limits)
     except InvalidRequestError as error:
         raise body.own_error(error) from error
-    return processed, _answer_options(body, texts, unknown_fields)
+    params = requests[0].sampling_params
+    return processed, _answer_options(body, params, texts, unknown_fields)
 
 
 async def _process(
-    processor: InputProcessor, body: Body, call: GenerationCall, limits: ModelLimits
+    processor: InputProcessor,
+    body: Body,
+    requests: Sequence[GenerationRequest],
+    limits: ModelLimits,
 ) -> tuple[tuple[ProcessedInput, ...], tuple[str, ...]]:
     """Return the prompts, and the texts of those that are echoed."""
-    requests = _generation_requests(body, call)
     if body.stream:
         _check_streamable(requests[0].sampling_params)
     processor.check_constraint(requests[0], limits)
@@ -127,10 +132,14 @@ async def _prompt_text(
 
 
 def _answer_options(
-    body: Body, prompt_texts: tuple[str, ...], unknown_fields: tuple[str, ...]
+    body: Body,
+    params: SamplingParams,
+    prompt_texts: tuple[str, ...],
+    unknown_fields: tuple[str, ...],
 ) -> AnswerOptions:
     stream = body.stream_options or StreamOptions()
     return AnswerOptions(
+        params=params,
         is_stream=bool(body.stream),
         include_usage=bool(stream.include_usage),
         continuous_usage=bool(stream.continuous_usage_stats),
@@ -181,7 +190,7 @@ def _generation_requests(body: Body, call: GenerationCall) -> list[GenerationReq
 
 
 def _check_streamable(params: SamplingParams) -> None:
-    if params.use_beam_search or is_ranked(params):
+    if params.use_beam_search or params.is_ranked:
         reason = "use_beam_search" if params.use_beam_search else "best_of above n"
         raise InvalidRequestError(
             f"stream is true, must be false with {reason}: the answer is not known before its end",

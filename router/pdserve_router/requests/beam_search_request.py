@@ -14,24 +14,23 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorFault,
     FinishReason,
+    Generate,
     LogprobsLists,
     PrefillStats,
 )
 from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
 from pdserve_common.logging import log_request
-from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_LOGPROBS
-from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.requests.beam_search import Beam, BeamSearch
-from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
-from pdserve_router.requests.redrive import Recovery, RedriveQueue
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.redrive import Recovery
+from pdserve_router.requests.request_metrics import RequestMetrics, measure
 from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.text.parts import OutputPart, join_parts
-from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker_client import WorkerClient
@@ -72,42 +71,24 @@ class BeamSearchRequest(LiveRequest):
 
     def __init__(
         self,
-        request: EngineCoreRequest,
+        processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
-        *,
-        tokenizer: Tokenizer,
-        timeline: Timeline,
-        metrics: RouterMetrics,
-        redrives: RedriveQueue,
-        on_tokens: OnTokens,
-        on_end: OnEnd,
-        parsing: ParserOptions | None = None,
-        session: str = "",
+        services: Services,
         span: "Span | None" = None,
     ) -> None:
-        super().__init__(
-            request,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            clock=redrives.clock,
-            session=session,
-            span=span,
-        )
-        params = request.sampling_params
-        assert params is not None
+        super().__init__(processed, services, span)
         assert params.max_tokens is not None, "the input processor fills it in"
         self._params = params
         self.recovery = Recovery()
         # Of every worker that took part in the search.
         self.origins: set[Origin] = set()
         self._route = route
-        self._metrics = metrics
-        self._redrives = redrives
-        self._tokenizer = tokenizer
-        self._parsing = parsing
-        self._timeline = timeline
+        self._tokenizer = services.tokenizer
+        self._parsing = processed.parsing
+        self._timeline = processed.begin_timeline()
         self._search = BeamSearch(
-            params, max_tokens=params.max_tokens, stop_token_ids=_stop_token_ids(request)
+            params, max_tokens=params.max_tokens, stop_token_ids=self._stop_token_ids
         )
         _validate(params, self._search)
         # Of this step: what was asked and is not answered, and the answers by beam.
@@ -137,6 +118,14 @@ class BeamSearchRequest(LiveRequest):
             attempt=self.recovery.num_redrives + 1,
             resume_output_token_ids=self._search.running[0].token_ids,
         )
+
+    @property
+    def _stop_token_ids(self) -> frozenset[int]:
+        stop_token_ids = frozenset(self._params.stop_token_ids)
+        eos_token_id = self.core_request.eos_token_id
+        if self._params.ignore_eos or eos_token_id is None:
+            return stop_token_ids
+        return stop_token_ids | {eos_token_id}
 
     @property
     def _worker(self) -> WorkerClient:
@@ -248,11 +237,13 @@ class BeamSearchRequest(LiveRequest):
             # A span for each token of each beam would say nothing.
             trace_headers={},
             prompt_token_ids=self.core_request.prompt_token_ids + beam.token_ids,
-            sampling_params=SamplingParams(
-                temperature=0.0,
-                max_tokens=1,
-                seed=self._params.seed,
-                logprobs=self._search.num_top_tokens,
+            task=Generate(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    seed=self._params.seed,
+                    logprobs=self._search.num_top_tokens,
+                )
             ),
         )
 
@@ -361,15 +352,6 @@ class BeamSearchRequest(LiveRequest):
             determinism=joined(self.origins).determinism,
             num_redrives=self.recovery.num_redrives,
         )
-
-
-def _stop_token_ids(request: EngineCoreRequest) -> frozenset[int]:
-    params = request.sampling_params
-    assert params is not None
-    stop_token_ids = frozenset(params.stop_token_ids)
-    if params.ignore_eos or request.eos_token_id is None:
-        return stop_token_ids
-    return stop_token_ids | {request.eos_token_id}
 
 
 def _validate(params: SamplingParams, search: BeamSearch) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pdserve_common.engine_client import Tensors
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.structured.accepted import AcceptedConstraints
@@ -41,6 +41,7 @@ from pdserve_router.requests.request_limits import (
     MAX_RESUMED_TOKENS,
     NotSmallError,
 )
+from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.request_sizes import complete_params, most_prompt_tokens
 from pdserve_router.requests.resume import (
     ResumedCompletion,
@@ -95,6 +96,14 @@ class ProcessedInput:
     include_events: bool = False
     # Bytes that the engine's request names.
     tensors: Tensors = dataclasses.field(default_factory=dict)
+
+    def begin_timeline(self) -> Timeline:
+        """Return what has happened so far; the caller's own."""
+        return Timeline(
+            arrival_ns=self.arrival_ns,
+            tokenize_start_ns=self.tokenize_start_ns,
+            tokenize_end_ns=self.tokenize_end_ns,
+        )
 
 
 class InputProcessor:
@@ -255,7 +264,7 @@ class InputProcessor:
         engine_request = self._engine_request(
             request,
             token_ids,
-            sampling_params=params,
+            task=Generate(params),
             mm_features=pictures.mm_features,
             eos_token_id=eos_token_id,
             lora_request=lora_request,
@@ -305,7 +314,7 @@ class InputProcessor:
         engine_request = self._engine_request(
             request,
             token_ids,
-            pooling_params=request.pooling_params,
+            task=Pool(request.pooling_params),
             lora_request=lora_request,
         )
         return ProcessedInput(

@@ -3,13 +3,18 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
+from pdserve_common.engine_types import EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector
+from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import AnyRoute
 
@@ -20,28 +25,21 @@ if TYPE_CHECKING:
 class LiveRequest(ABC):
     """A request on its workers. Iterate over it for its outputs, of which exactly one, the last,
     is `finished`. Use it as a context manager: leaving ends the request. One reader.
-
-    `on_tokens` is called with the number of new tokens, `on_end` once.
     """
 
     def __init__(
-        self,
-        request: EngineCoreRequest,
-        *,
-        on_tokens: Callable[["LiveRequest", int], None],
-        on_end: Callable[["LiveRequest"], None],
-        clock: Callable[[], float],
-        session: str,
-        span: "Span | None" = None,
+        self, processed: ProcessedInput, services: "Services", span: "Span | None" = None
     ) -> None:
-        self.core_request = request
+        self.core_request = processed.core_request
         # That its attempts' are below; None: it is not traced.
         self.span = span
         # As RoutingPolicy has it.
-        self.session = session
-        self._clock = clock
-        self._on_tokens = on_tokens
-        self._on_end = on_end
+        self.session = processed.session
+        self._metrics = services.metrics
+        self._redrives = services.redrives
+        self._clock = services.redrives.clock
+        self._on_tokens = services.on_tokens
+        self._on_end = services.on_end
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._is_read = False
 
@@ -134,5 +132,14 @@ class LiveRequest(ABC):
         self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
 
 
-OnTokens = Callable[[LiveRequest, int], None]
-OnEnd = Callable[[LiveRequest], None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What live requests share. `on_tokens` is called with the number of new tokens, `on_end`
+    once.
+    """
+
+    tokenizer: Tokenizer
+    metrics: RouterMetrics
+    redrives: RedriveQueue
+    on_tokens: Callable[[LiveRequest, int], None]
+    on_end: Callable[[LiveRequest], None]

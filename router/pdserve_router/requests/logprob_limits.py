@@ -2,7 +2,6 @@
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
-from pdserve_router.requests.parent_request import is_ranked
 
 
 def check_message(params: SamplingParams, num_prompt_tokens: int, *, limit: int) -> None:
@@ -27,7 +26,7 @@ def most_tokens_with_logprobs(
     their logprobs and those of the prompt. None: they do not have to fit into one.
     """
     is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
-        params.use_beam_search or is_ranked(params)
+        params.use_beam_search or params.is_ranked
     )
     if params.logprobs is None or is_streamed:
         return None

@@ -52,6 +52,7 @@ class RequestState:
     def __init__(
         self,
         request: EngineCoreRequest,
+        params: SamplingParams,
         *,
         tokenizer: Tokenizer,
         timeline: Timeline,
@@ -72,7 +73,6 @@ class RequestState:
         self.resumed_end: TokenEnd | None = None
         self._is_end_known = False
         self.ending: Ending | None = None
-        params = request.sampling_params or SamplingParams()
         self._params = params
         self._metrics = metrics
         # Slices of them, until the first token.
@@ -94,7 +94,7 @@ class RequestState:
         self.takes_tokens = False
         # Of the tokens so far.
         self.num_reasoning_tokens = 0
-        self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
+        self.collector = RequestOutputCollector(request, params, index=index, wake=wake)
         if resumed is not None and resumed.is_begun:
             self._resume(resumed)
 

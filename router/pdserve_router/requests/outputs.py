@@ -12,7 +12,7 @@ from pdserve_common.engine_types import (
     FinishReason,
     LogprobsLists,
 )
-from pdserve_common.sampling_params import RequestOutputKind
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_router.requests.request_events import RequestEvent
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.parts import Content, OutputPart, content_of, join_parts
@@ -140,6 +140,7 @@ class RequestOutputCollector:
         "_parts",
         "_prompt_logprobs",
         "_request",
+        "_seed",
         "_text",
         "_token_ids",
         "_wake",
@@ -152,13 +153,14 @@ class RequestOutputCollector:
     def __init__(
         self,
         request: EngineCoreRequest,
-        kind: RequestOutputKind,
+        params: SamplingParams,
         *,
         index: int = 0,
         wake: asyncio.Event | None = None,
     ) -> None:
         self._request = request
-        self._kind = kind
+        self._kind = params.output_kind
+        self._seed = params.seed or 0
         self._index = index
         self._parts: list[OutputPart] = []
         # Behind them.
@@ -276,7 +278,7 @@ class RequestOutputCollector:
         output = RequestOutput(
             request_id=self._request.external_req_id or self._request.request_id,
             outputs=(completion,),
-            seed=_seed(self._request),
+            seed=self._seed,
             prompt_token_ids=self._request.prompt_token_ids if self._is_first else (),
             prompt_logprobs=self._prompt_logprobs,
         )
@@ -319,8 +321,3 @@ def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
         usage=ending.usage,
         metrics=ending.metrics,
     )
-
-
-def _seed(request: EngineCoreRequest) -> int:
-    params = request.sampling_params
-    return params.seed or 0 if params is not None else 0

@@ -3,31 +3,22 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.engine_types import EngineError, FinishReason, Generate
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.validation import MAX_SEED
-from pdserve_router.chat_formats.base import ParserOptions
-from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
-from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
-from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.requests.single_completion import SingleCompletion
-from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.route_chooser import Route
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
-
-
-def is_ranked(params: SamplingParams) -> bool:
-    """True if the best of more completions are chosen, so that none is known before all ended."""
-    return params.best_of is not None and params.best_of > params.n
 
 
 class ParentRequest(LiveRequest):
@@ -39,59 +30,33 @@ class ParentRequest(LiveRequest):
 
     def __init__(
         self,
-        request: EngineCoreRequest,
+        processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
-        *,
-        tokenizer: Tokenizer,
-        timeline: Timeline,
-        metrics: RouterMetrics,
-        redrives: RedriveQueue,
-        on_tokens: OnTokens,
-        on_end: OnEnd,
-        resume: Sequence[ResumedCompletion] = (),
-        parsing: ParserOptions | None = None,
-        session: str = "",
+        services: Services,
         span: "Span | None" = None,
-        include_events: bool = False,
     ) -> None:
-        super().__init__(
-            request,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            clock=redrives.clock,
-            session=session,
-            span=span,
-        )
-        params = request.sampling_params
-        assert params is not None
+        super().__init__(processed, services, span)
         self._params = params
-        self._is_ranked = is_ranked(params)
-        self._is_silent = self._is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._is_silent = params.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
         self._wake = asyncio.Event()
+        services = replace(services, on_tokens=self._on_child_tokens, on_end=self._on_child_end)
         fork_route = Route(decode=route.decode, reason="fork")
-        resumed = {each.index for each in resume if each.token_ids}
+        resumed = {each.index for each in processed.resume if each.token_ids}
         self._children: list[SingleCompletion] = []
         self._children.extend(
             SingleCompletion(
-                _child(request, params, index),
+                _child(processed, child_params, index),
+                child_params,
                 # What is resumed is no fork: it shares the prompt with none that stands elsewhere.
                 fork_route if index and index not in resumed else route,
-                tokenizer=tokenizer,
-                timeline=replace(timeline),
-                metrics=metrics,
-                redrives=redrives,
-                on_tokens=self._on_child_tokens,
-                on_end=self._on_child_end,
+                services,
+                span,
                 index=index,
-                resume=resume,
                 wake=self._wake,
                 siblings=self._children,
-                parsing=parsing,
-                session=session,
-                span=span,
-                include_events=include_events,
             )
-            for index in range(params.best_of or params.n)
+            for index, child_params in enumerate(_params_of_children(params))
         )
         self._is_cut = False
         # A resumed stream of deltas has had its first output elsewhere.
@@ -148,7 +113,7 @@ class ParentRequest(LiveRequest):
         ending = self._ending
         return RequestOutput(
             request_id=self.core_request.external_req_id or self.core_request.request_id,
-            outputs=self._best(completions) if self._is_ranked else completions,
+            outputs=self._best(completions) if self._params.is_ranked else completions,
             seed=self._params.seed or 0,
             prompt_token_ids=self.core_request.prompt_token_ids if is_first else (),
             prompt_logprobs=new[0].prompt_logprobs if new else None,
@@ -201,26 +166,29 @@ class ParentRequest(LiveRequest):
         )
 
 
-def _child(request: EngineCoreRequest, params: SamplingParams, index: int) -> EngineCoreRequest:
-    child_params = replace(
-        params,
-        n=1,
-        best_of=None,
-        seed=((params.seed or 0) + index) & MAX_SEED,
-        # One prompt: its logprobs are the same for all.
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-    )
-    if is_ranked(params):
+def _params_of_children(params: SamplingParams) -> Iterator[SamplingParams]:
+    first = replace(params, n=1, best_of=None)
+    if params.is_ranked:
         logprobs = 0 if params.logprobs is None else params.logprobs
-        child_params = replace(
-            child_params, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY
+        first = replace(first, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
+    for index in range(params.best_of or params.n):
+        yield replace(
+            first,
+            seed=((params.seed or 0) + index) & MAX_SEED,
+            # One prompt: its logprobs are the same for all.
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )
-    return replace(
+
+
+def _child(processed: ProcessedInput, params: SamplingParams, index: int) -> ProcessedInput:
+    request = processed.core_request
+    request = replace(
         request,
         request_id=f"{index}_{request.request_id}",
-        sampling_params=child_params,
+        task=Generate(params),
         fork_of=None if index == 0 else f"0_{request.request_id}",
     )
+    return replace(processed, core_request=request)
 
 
 def _total_logprob(completion: CompletionOutput) -> float:

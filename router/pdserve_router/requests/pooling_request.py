@@ -19,15 +19,15 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError, PdserveError
 from pdserve_common.logging import log_request
-from pdserve_common.metrics import RouterMetrics
-from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
-from pdserve_router.requests.redrive import Recovery, RedriveQueue
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.redrive import Recovery
+from pdserve_router.requests.request_metrics import RequestMetrics, measure
 from pdserve_router.requests.request_spans import add_stages, begin_attempt, end_attempt
 from pdserve_router.workers.legs import failure_of, has_failed
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import AnyRoute, PoolingRoute
+from pdserve_router.workers.route_chooser import AnyRoute
 from pdserve_router.workers.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -43,35 +43,21 @@ class PoolingRequest(LiveRequest):
 
     def __init__(
         self,
-        request: EngineCoreRequest,
-        route: PoolingRoute,
+        processed: ProcessedInput,
+        route: AnyRoute,
+        services: Services,
+        span: "Span | None" = None,
         *,
         origins: Collection[Origin],
-        timeline: Timeline,
-        metrics: RouterMetrics,
-        redrives: RedriveQueue,
-        on_tokens: OnTokens,
-        on_end: OnEnd,
-        session: str = "",
-        span: "Span | None" = None,
     ) -> None:
         """`origins` are of the call's parts that are begun: it is pooled by the same weights."""
-        super().__init__(
-            request,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            clock=redrives.clock,
-            session=session,
-            span=span,
-        )
+        super().__init__(processed, services, span)
         self.recovery = Recovery()
         self._route = route
         self._origins = origins
         # Of the worker that has it, or had it last; a restarted worker may have another one.
         self._origin = route.prompt_worker.origin
-        self._timeline = timeline
-        self._metrics = metrics
-        self._redrives = redrives
+        self._timeline = processed.begin_timeline()
         # It has the request.
         self._is_sent = False
         self._prefill_stats: PrefillStats | None = None
@@ -86,7 +72,7 @@ class PoolingRequest(LiveRequest):
         return self._ending
 
     @property
-    def route(self) -> PoolingRoute:
+    def route(self) -> AnyRoute:
         return self._route
 
     @property
@@ -115,7 +101,6 @@ class PoolingRequest(LiveRequest):
 
     def resend(self, route: AnyRoute) -> None:
         """Begin the next attempt."""
-        assert isinstance(route, PoolingRoute), "of a pooling request"
         request = self.next_request
         self.recovery.begin_attempt()
         self._route = route

@@ -16,10 +16,11 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve_common.engine_types import EngineCoreRequest, ErrorCode
+from pdserve_common.engine_types import ErrorCode, Generate, Pool
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.receive_guard import FREE_METHODS
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
+from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.request_spans import begin_request, end_request
 from pdserve_router.workers.route_chooser import PoolingRoute
@@ -208,23 +209,29 @@ def note_taken(lives: Sequence[LiveRequest]) -> None:
         line.lives.extend(lives)
 
 
-def put_in_trace(
-    request: EngineCoreRequest, *, is_chat: bool
-) -> "tuple[EngineCoreRequest, Span | None]":
+def put_in_trace(processed: ProcessedInput) -> "tuple[ProcessedInput, Span | None]":
     """Return a prompt of the current request with the trace context that workers are told, and the
     span that its own are children of, if it has any: a prompt after MAX_TRACED_SEQUENCES has none.
     """
     line = _current.get()
     if line is None or line.span is None:
-        return request, None
-    line.is_chat = is_chat
+        return processed, None
+    line.is_chat = processed.is_chat
     if line.num_traced >= MAX_TRACED_SEQUENCES:
-        return dataclasses.replace(request, trace_headers={}), None
-    params = request.sampling_params
-    line.num_traced += 1 if params is None else params.best_of or params.n
+        return _with_trace_headers(processed, {}), None
+    match processed.core_request.task:
+        case Generate(params):
+            line.num_traced += params.best_of or params.n
+        case Pool():
+            line.num_traced += 1
     # Whether it is sampled or not, workers do the same.
-    request = dataclasses.replace(request, trace_headers=line.span.headers)
-    return request, line.span if line.span.is_recording else None
+    processed = _with_trace_headers(processed, line.span.headers)
+    return processed, line.span if line.span.is_recording else None
+
+
+def _with_trace_headers(processed: ProcessedInput, headers: Mapping[str, str]) -> ProcessedInput:
+    request = dataclasses.replace(processed.core_request, trace_headers=headers)
+    return dataclasses.replace(processed, core_request=request)
 
 
 class RequestLog:

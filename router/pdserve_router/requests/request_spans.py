@@ -6,7 +6,7 @@ request went and what it took: nothing of what it asks, and nothing of its answe
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, ErrorCode
+from pdserve_common.engine_types import EngineCoreRequest, EngineError, ErrorCode, Pool
 from pdserve_common.pooling_params import EMBED
 from pdserve_router.requests.generation_request import trace_context
 from pdserve_router.requests.live_request import LiveRequest
@@ -156,20 +156,22 @@ def _inference(
 
 
 def _operation(request: EngineCoreRequest, *, is_chat: bool) -> str:
-    if (pooling := request.pooling_params) is not None:
+    if isinstance(request.task, Pool):
+        task = request.task.pooling_params.task
         # The others have no name there.
-        return "embeddings" if pooling.task == EMBED else pooling.task
+        return "embeddings" if task == EMBED else task
     return "chat" if is_chat else "text_completion"
 
 
 def _request(request: EngineCoreRequest, model: str) -> "dict[str, AttributeValue]":
-    params, lora = request.sampling_params, request.lora_request
+    lora = request.lora_request
     attributes: dict[str, AttributeValue] = {
         "gen_ai.request.model": model if lora is None else lora.lora_name,
         "gen_ai.request.id": request.external_req_id or request.request_id,
     }
-    if params is None:
+    if isinstance(request.task, Pool):
         return attributes
+    params = request.task.sampling_params
     attributes |= {
         "gen_ai.request.n": params.n,
         "gen_ai.request.temperature": params.temperature,

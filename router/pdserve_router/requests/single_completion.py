@@ -15,23 +15,22 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorFault,
     FinishReason,
+    Generate,
     KVTransferStats,
     PrefillStats,
 )
 from pdserve_common.errors import KVTransferError, PdserveError
 from pdserve_common.logging import log_request
-from pdserve_common.metrics import RouterMetrics
-from pdserve_router.chat_formats.base import ParserOptions
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import Attempt, HandoffOutcome
-from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest, Services
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector, Usage
-from pdserve_router.requests.redrive import Recovery, RedriveQueue
+from pdserve_router.requests.redrive import Recovery
 from pdserve_router.requests.request_events import RequestEvents
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.requests.request_spans import add_stages
-from pdserve_router.requests.resume import ResumedCompletion
-from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker_client import WorkerClient
@@ -53,53 +52,38 @@ class SingleCompletion(LiveRequest):
 
     def __init__(
         self,
-        request: EngineCoreRequest,
+        processed: ProcessedInput,
+        params: SamplingParams,
         route: Route,
+        services: Services,
+        span: "Span | None" = None,
         *,
-        tokenizer: Tokenizer,
-        timeline: Timeline,
-        metrics: RouterMetrics,
-        redrives: RedriveQueue,
-        on_tokens: OnTokens,
-        on_end: OnEnd,
         index: int = 0,
-        resume: Sequence[ResumedCompletion] = (),
         wake: asyncio.Event | None = None,
         siblings: Sequence["SingleCompletion"] | None = None,
-        parsing: ParserOptions | None = None,
-        session: str = "",
-        span: "Span | None" = None,
-        include_events: bool = False,
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
-        super().__init__(
-            request,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            clock=redrives.clock,
-            session=session,
-            span=span,
-        )
+        super().__init__(processed, services, span)
         self._is_first = index == 0
-        resumed = next((each for each in resume if each.index == index), None)
+        resumed = next((each for each in processed.resume if each.index == index), None)
         self.state = RequestState(
-            request,
-            tokenizer=tokenizer,
-            timeline=timeline,
-            metrics=metrics,
+            processed.core_request,
+            params,
+            tokenizer=services.tokenizer,
+            timeline=processed.begin_timeline(),
+            metrics=services.metrics,
             index=index,
             wake=wake,
             resumed=resumed,
-            parsing=parsing,
+            parsing=processed.parsing,
         )
+        self._params = params
         self.recovery = Recovery()
         # Of every worker that took part in the answer, also before it was resumed.
         self.origins: set[Origin] = set()
         if resumed is not None and resumed.is_begun:
             self.origins.add(resumed.origin)
         self._siblings = siblings if siblings is not None else (self,)
-        self._metrics = metrics
-        self._redrives = redrives
         self._attempt = Attempt(self._at_attempt(0), route, self)
         # Tokens that `recovery` knows of.
         self._num_noted = len(self.state.token_ids)
@@ -110,7 +94,7 @@ class SingleCompletion(LiveRequest):
         self._num_drafts = {True: [0, 0], False: [0, 0]}
         self._transfer_stats: KVTransferStats | None = None
         # None: nobody asks for them.
-        self._events = RequestEvents() if include_events else None
+        self._events = RequestEvents() if processed.include_events else None
 
     @property
     def ending(self) -> Ending | None:
@@ -232,14 +216,13 @@ class SingleCompletion(LiveRequest):
         token_ids = tuple(self.state.token_ids)
         if not token_ids and not attempt:
             return self.core_request
-        params = self.core_request.sampling_params
-        assert params is not None
+        params = self._params
+        if token_ids:
+            # They are out with the first token.
+            params = dataclasses.replace(params, prompt_logprobs=None)
         return dataclasses.replace(
             self.core_request,
-            # They are out with the first token.
-            sampling_params=dataclasses.replace(params, prompt_logprobs=None)
-            if token_ids
-            else params,
+            task=Generate(params),
             attempt=attempt,
             resume_output_token_ids=token_ids,
             # Its source may be elsewhere, or behind other tokens.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pdserve_common.engine_types import Generate, Pool
 from pdserve_common.errors import InvalidRequestError, OverloadedError
 from pdserve_common.quota_metrics import QuotaMetrics
 from pdserve_router.requests.input_processor import ProcessedInput
@@ -163,16 +164,16 @@ class Account:
 
 def is_pooled(requests: Sequence[ProcessedInput]) -> bool:
     """Are these the inputs of a call for vectors?"""
-    return requests[0].core_request.pooling_params is not None
+    return isinstance(requests[0].core_request.task, Pool)
 
 
 def num_tokens_reserved(request: ProcessedInput) -> int:
     """Return how many tokens a request may need; of an answer without max_tokens, a guess."""
     core_request = request.core_request
-    params = core_request.sampling_params
     num_prompt_tokens = len(core_request.prompt_token_ids)
-    if params is None:
+    if isinstance(core_request.task, Pool):
         return num_prompt_tokens
+    params = core_request.task.sampling_params
     assert params.max_tokens is not None, "the input processor sets it"
     most = params.max_tokens if request.has_max_tokens else UNSET_MAX_TOKENS
     return num_prompt_tokens + (params.best_of or params.n) * min(params.max_tokens, most)
@@ -187,12 +188,11 @@ def _check_num_tokens(requests: Sequence[ProcessedInput], most: int) -> None:
             field="prompt",
         )
     num_tokens = sum(map(num_tokens_reserved, requests))
-    if num_tokens > most and requests[0].has_max_tokens:
-        params = requests[0].core_request.sampling_params
-        assert params is not None
+    task = requests[0].core_request.task
+    if num_tokens > most and requests[0].has_max_tokens and isinstance(task, Generate):
         raise InvalidRequestError(
-            f"max_tokens is {params.max_tokens}: with the prompt that may be {num_tokens} tokens, "
-            f"at most {most} per minute with this API key",
+            f"max_tokens is {task.sampling_params.max_tokens}: with the prompt that may be "
+            f"{num_tokens} tokens, at most {most} per minute with this API key",
             field="max_tokens",
         )
 

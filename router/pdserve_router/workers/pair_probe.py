@@ -12,7 +12,9 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineInfo,
+    Generate,
     KVTransferStats,
+    Pool,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
@@ -62,8 +64,8 @@ async def probe_alone(
     num_tokens = 1 if worker.role is WorkerRole.PREFILL else _NUM_TOKENS
     request = _request(worker.info, now=clock(), timeout_s=timeout_s, num_tokens=num_tokens)
     if is_pooling:
-        params = PoolingParams(task=worker.info.tasks[0])
-        request = dataclasses.replace(request, sampling_params=None, pooling_params=params)
+        task = Pool(PoolingParams(task=worker.info.tasks[0]))
+        request = dataclasses.replace(request, task=task)
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token_ids: list[int] = []
 
@@ -101,7 +103,7 @@ def _request(
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_prompt_tokens)),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        task=Generate(SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)),
         # Blocks that D has cached would not be pulled.
         cache_salt=request_id,
         # Before all others, and beside a full batch: behind a long queue it would fail, and have

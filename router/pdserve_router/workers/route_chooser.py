@@ -5,8 +5,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, Pool, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, num_known_tokens
 from pdserve_router.workers.prefix_policy import RoutingWeights
@@ -117,7 +118,7 @@ class RouteChooser:
         hashes: Sequence[int] = (),
     ) -> AnyRoute:
         """Choose among the workers placed under `name`; see WorkerPool.route."""
-        is_pooling = request.pooling_params is not None
+        task = request.task
         candidates = Candidates(
             self._table,
             name,
@@ -126,13 +127,13 @@ class RouteChooser:
             exclude=exclude,
             only_decode=decode,
             max_queue_tokens=self._rules.max_prefill_queue_tokens,
-            is_pooling=is_pooling,
+            is_pooling=isinstance(task, Pool),
         )
-        if is_pooling:
+        if isinstance(task, Pool):
             return self._pooling(request, candidates, session)
-        if reason := self._reason_to_stay(request):
+        if reason := self._reason_to_stay(request, task.sampling_params):
             return self._local(request, candidates, reason, session)
-        if cached := self._with_prompt_cached(request, candidates):
+        if cached := self._with_prompt_cached(request, task.sampling_params, candidates):
             return Route(decode=min(cached, key=load), reason="cached_prompt")
         pair = self._policy.pick_pair(request, candidates, session=session)
         if pair is not None:
@@ -177,13 +178,14 @@ class RouteChooser:
             lenders.append(decode)
         return find_prefix_source(decode, {each: cached.num_tokens(each) for each in lenders})
 
-    def _reason_to_stay(self, request: EngineCoreRequest) -> LocalReason | None:
+    def _reason_to_stay(
+        self, request: EngineCoreRequest, params: SamplingParams
+    ) -> LocalReason | None:
         """Return why the request needs no prefill worker; None if it does."""
-        params = request.sampling_params
         num_done = len(request.resume_output_token_ids)
-        if params is not None and params.use_beam_search:
+        if params.use_beam_search:
             return "beam_search"
-        if params is not None and params.max_tokens == num_done + 1:
+        if params.max_tokens == num_done + 1:
             return "max_tokens_1"
         if not self._rules.disaggregation:
             return "disabled"
@@ -192,15 +194,14 @@ class RouteChooser:
         return "short_prompt" if num_known_tokens(request) <= threshold else None
 
     def _with_prompt_cached(
-        self, request: EngineCoreRequest, candidates: Candidates
+        self, request: EngineCoreRequest, params: SamplingParams, candidates: Candidates
     ) -> list[WorkerClient]:
         """Return the decode workers that have little left to compute. They may have evicted some
         of it meanwhile, so nobody relies on it where disaggregation is required.
         """
         threshold = self._rules.disaggregation_threshold_tokens
-        params = request.sampling_params
         # Logprobs of a prompt have it computed whole.
-        is_read = params is None or params.prompt_logprobs is None
+        is_read = params.prompt_logprobs is None
         if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
         num_known = num_known_tokens(request)

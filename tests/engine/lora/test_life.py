@@ -12,13 +12,14 @@ import pytest
 import pytest_asyncio
 
 from pdserve_common.capabilities import Capabilities, check_served
-from pdserve_common.engine_types import EngineCoreRequest, ErrorCode
+from pdserve_common.engine_types import EngineCoreRequest, ErrorCode, Generate
 from pdserve_common.errors import (
     AdapterNotHeldError,
     FailedPreconditionError,
     InvalidRequestError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, UnpinLora, WakeUp
 from pdserve_engine.clients.launch import WorkerEngine
 from pdserve_engine.runner.adapters import RunnerAdapters
@@ -151,6 +152,7 @@ async def test_an_adapter_is_added_used_and_removed(
             EngineCoreRequest(
                 request_id="r",
                 prompt_token_ids=(1,),
+                task=Generate(SamplingParams()),
                 lora_request=LoRARequest(lora_name="a", digest=adapter.digest),
             ),
             Capabilities.of(engine.info),
