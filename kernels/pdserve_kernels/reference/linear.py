@@ -116,13 +116,15 @@ def is_row_independent(dtype: torch.dtype) -> bool:
 
     For one number of threads, and as measured by tests/kernels/test_row_independence.py. In fp32 it
     also takes an MKL that does so here (see `pdserve_kernels`), which is tried. In bf16 it takes a
-    processor with avx512_bf16: where oneDNN emulates it, sums depend on the number of rows.
+    processor with avx512_bf16 and without AMX: where oneDNN emulates the one, and where it uses the
+    other, sums depend on the number of rows.
     """
     if not _can_pack(torch.empty(0, dtype=dtype)):
         return False
     if dtype == torch.float32:
         return _has_row_independent_products()
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") and not capabilities.get("amx_bf16"))
 
 
 @functools.cache
