@@ -29,7 +29,7 @@ from pdserve_common.verbs import (
     WakeUp,
 )
 from pdserve_engine.clients.launch import WorkerEngine
-from pdserve_engine.runner.adapters import RunnerAdapters
+from pdserve_engine.runner import model_source
 from support import engines
 from support.adapters import merged_greedy, write_adapter
 from support.engines import LONG, launched, until_idle
@@ -375,7 +375,7 @@ async def test_a_defect_in_reading_an_adapter_refuses_it_and_nothing_else(
 
     async with started(model, "inproc", lora_root=str(root)) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(RunnerAdapters, "_pack", fail)
+            patch.setattr(model_source, "read_adapter", fail)
             with pytest.raises(InvalidRequestError, match="cannot be read: ZeroDivisionError"):
                 await engine.call(adding("a"))
         assert (await engine.call(adding("a"))).name == "a"
