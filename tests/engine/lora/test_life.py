@@ -370,7 +370,7 @@ async def test_a_download_ends_with_who_asked_and_may_be_looked_at(
 async def test_a_defect_in_reading_an_adapter_refuses_it_and_nothing_else(
     model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a defect")
 
     async with started(model, "inproc", lora_root=str(root)) as engine:
