@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve_client.advisor import routing
-from pdserve_client.advisor.handoff_model import DecodeModel
+from pdserve_client.advisor.handoff_model import DecodeModel, Handoff
 from pdserve_client.advisor.routing import RoutingRules, decode_cost, prefill_cost
 from pdserve_client.advisor.simulator import Simulation, Split
 from pdserve_client.advisor.trace import Trace, TraceRequest
@@ -68,10 +68,14 @@ def test_a_pair_costs_what_the_routers_policy_says(
     num_cached = min(num_cached, num_units)
     simulation, leg = simulated(num_units, num_prompt, num_cached)
     (p,), (d,) = simulation.prefill, simulation.decode
+    if num_waiting:
+        # Its decode worker has no room for it.
+        (full,) = simulated(0, 1, 0)[0].decode
+        assert full.grow(Leg(8, leg.request, (), 5), LIMITS.num_blocks * LIMITS.block_size)
+        waits = TraceRequest(0.0, num_waiting, 2)
+        p.hand_over(Handoff(p, full, Leg(7, waits, (), 1), Leg(7, waits, (), 2)))
     d.num_in_flight, p.step_num_tokens = num_in_flight, num_step
     assert d.grow(Leg(8, leg.request, (), 5), num_held * LIMITS.block_size)
-    if num_waiting:
-        p._waiting.append(Leg(7, TraceRequest(0.0, num_waiting, 2), (), 1))
     real = PrefixRouting(RoutingWeights(), clock=lambda: 0.0)
     cached_tokens = num_cached * LIMITS.block_size
     cached: Any = SimpleNamespace(num_tokens=lambda worker: worker.num_cached)
@@ -93,11 +97,11 @@ def test_its_numbers_are_the_routers() -> None:
     assert weights.routing_decode_weight == routing.DECODE_WEIGHT
     assert weights.routing_room_weight == routing.ROOM_WEIGHT
     assert weights.routing_transfer_weight == routing.TRANSFER_WEIGHT
-    assert routing.NUM_CACHED == prefix_policy._NUM_CACHED
-    assert routing.NUM_DRAWN == prefix_policy._NUM_DRAWN
-    assert routing.NUM_PAIRED == prefix_policy._NUM_PAIRED
-    assert routing.TIE == prefix_policy._TIE
-    assert routing.NUM_IN_TURN == routing_policy._NUM_IN_TURN
+    assert routing.NUM_CACHED == prefix_policy.NUM_CACHED
+    assert routing.NUM_DRAWN == prefix_policy.NUM_DRAWN
+    assert routing.NUM_PAIRED == prefix_policy.NUM_PAIRED
+    assert routing.TIE == prefix_policy.TIE
+    assert routing.NUM_IN_TURN == routing_policy.NUM_IN_TURN
 
 
 def reasons(trace: list[TraceRequest], **rules: int) -> Counter[str]:

@@ -1,11 +1,18 @@
 """Requests by adapter: names are many, series are few."""
 
+import gc
+import weakref
+
 from prometheus_client import CollectorRegistry
 
 from pdserve_common import lora_metrics
 from pdserve_common.lora_metrics import MAX_SHOWN, OTHER, RouterLoraMetrics
 
 NAME = "pdserve_lora_requests_total"
+
+
+class Name(str):
+    """One that can be referred to weakly."""
 
 
 def series(registry: CollectorRegistry) -> dict[str, float]:
@@ -41,10 +48,15 @@ def test_names_that_come_and_go_for_ever_take_no_memory() -> None:
     registry = CollectorRegistry()
     requests = RouterLoraMetrics(registry).requests
     num = 5 * lora_metrics.MAX_COUNTED
+    kept: weakref.WeakSet[Name] = weakref.WeakSet()
     for number in range(num):
-        requests.inc(str(number))
+        name = Name(number)
+        kept.add(name)
+        requests.inc(name)
         requests.inc("always")
-    assert len(requests._counts) <= lora_metrics.MAX_COUNTED + 1
+    del name
+    gc.collect()
+    assert MAX_SHOWN < len(kept) <= lora_metrics.MAX_COUNTED
     shown = series(registry)
     assert len(shown) == MAX_SHOWN + 1
     assert shown["always"] == num

@@ -51,7 +51,7 @@ from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
-from support.drafts import MixedProposer, compute_all_drafts
+from support.drafts import MixedProposer, lengths_chosen_by
 from support.handoff import Wire
 from support.modelled_rank import DEAD, ModelledRank
 from support.scripted_engine import (
@@ -269,14 +269,14 @@ class Worker:
             max_num_batched_tokens=budget,
             scheduling_policy=world.random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(
-            config,
-            kv,
-            **{self.role: self.connector},
-            proposer=MixedProposer(world.random, next_drafts),
-            clock=self._clock,
-        )
-        compute_all_drafts(self.scheduler)
+        with lengths_chosen_by():
+            self.scheduler = Scheduler(
+                config,
+                kv,
+                **{self.role: self.connector},
+                proposer=MixedProposer(world.random, next_drafts),
+                clock=self._clock,
+            )
         self.rank = Rank(self)
         self.core = EngineCore(
             scheduler=self.scheduler,

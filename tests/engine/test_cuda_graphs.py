@@ -17,7 +17,7 @@ from pdserve_common.sampling_params import SamplingParams
 from support.adapters import write_adapter
 from support.interpreted import interpreted_kernels, prompt_events
 from support.model_driver import Driver, make_prompt
-from support.recorded_graphs import Launches, recorded_graphs
+from support.recorded_graphs import Launches, have_few_graphs, recorded_graphs
 from support.samples import sampled
 from support.triton_kernels import in_the_interpreter
 
@@ -41,11 +41,7 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Have few graphs, which are recorded."""
-    from pdserve_engine.runner import cuda_graphs
-
-    monkeypatch.setattr(cuda_graphs, "SMALL_BATCHES", (1, 4))
-    monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
-    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [1, 4])
+    have_few_graphs(monkeypatch, 1, 4)
     with prompt_events(), recorded_graphs() as launches:
         yield launches
 
@@ -273,11 +269,8 @@ def test_a_chunk_of_many_blocks_of_queries_is_computed_whole(
 
 @in_the_interpreter
 def test_a_single_token_of_a_prompt_is_computed_where_requests_come_one_by_one(
-    folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    folder: Path, launches: Launches
 ) -> None:
-    from pdserve_engine.runner import cuda_graphs
-
-    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [1])
     with interpreted_kernels():
         eager = Driver(folder, max_num_seqs=1)
     states = []

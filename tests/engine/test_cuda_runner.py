@@ -23,7 +23,7 @@ from support.interpreted import (
 from support.model_driver import Driver, make_prompt
 from support.models import LLAVA
 from support.pictures import Picture, Prompt, hf_greedy
-from support.recorded_graphs import recorded_graphs
+from support.recorded_graphs import have_few_graphs, recorded_graphs
 from support.samples import sampled
 from support.triton_kernels import in_the_interpreter
 
@@ -121,10 +121,7 @@ def test_pictures_bring_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where steps without one replay graphs."""
-    from pdserve_engine.runner import cuda_graphs
-
-    monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
-    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [4])
+    have_few_graphs(monkeypatch, 4)
     folder = make_served_model(LLAVA)
     prompts = {
         "a": Prompt([5, 6, 7], Picture(1), [8], Picture(2)),
@@ -154,11 +151,8 @@ def test_it_pools_what_the_plain_runner_pools(
     architecture: str,
     pooling_type: str,
 ) -> None:
-    from pdserve_engine.runner import cuda_graphs
-
     # A start takes few sizes here.
-    monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
-    monkeypatch.setattr(cuda_graphs, "_batch_sizes", lambda max_num_seqs: [4])
+    have_few_graphs(monkeypatch, 4)
     folder = make_model(architecture, **FEW_LAYERS)
     options = {"pooler_config": f'{{"pooling_type": "{pooling_type}"}}'}
     found: list[dict[str, tuple[float, ...]]] = []

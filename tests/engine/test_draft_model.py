@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from pdserve_engine.runner.drafter import Drafter
 from pdserve_engine.runner.rank_calls import RestoreKVCache, RestoreWeights, SleepRank
 from support import engines, requests
 from support.answers import Answer, answers
-from support.drafts import compute_all_drafts, make_noisy_model
+from support.drafts import lengths_chosen_by, make_noisy_model
 from support.engines import Client, counted_drafts, linked, tokens_of
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.samples import sampled
@@ -96,9 +96,8 @@ def settings_of(draft_model: Path | None, **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def loaded(draft_model: Path | None, model: Path = MODEL, **fields: Any) -> Iterator[LoadedEngine]:
-    with engines.loaded(model, **settings_of(draft_model, **fields)) as engine:
-        if draft_model is not None:
-            compute_all_drafts(engine.core.scheduler)
+    settings = settings_of(draft_model, **fields)
+    with lengths_chosen_by(), engines.loaded(model, **settings) as engine:
         yield engine
 
 
@@ -440,9 +439,9 @@ ON_D = KVTransferParams(
 @asynccontextmanager
 async def launched(role: Role, draft_model: Path, **fields: Any) -> AsyncIterator[WorkerEngine]:
     settings = settings_of(draft_model, **{"max_model_len": 256, **fields})
-    async with engines.launched(MODEL, role, **settings) as engine:
-        if role == "decode":
-            compute_all_drafts(loaded_part(engine).core.scheduler)
+    async with AsyncExitStack() as stack:
+        with lengths_chosen_by() if role == "decode" else nullcontext():
+            engine = await stack.enter_async_context(engines.launched(MODEL, role, **settings))
         yield engine
 
 

@@ -1,17 +1,18 @@
 """Steps with drafts: what counts of them, and what is left of those that do not."""
 
-import random
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from pdserve_common.engine_types import DraftStats, FinishReason
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.core import drafts as core_drafts
 from pdserve_engine.core.step_plan import DECODE, StepPlan
 from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
+from support.drafts import lengths_chosen_by
 from support.requests import held_request
 from support.scripted_engine import BLOCK_SIZE, ON_P, Engine, ScriptedProducer, expected
 
@@ -240,10 +241,17 @@ def test_a_draft_that_is_the_end_counts_as_accepted() -> None:
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 1)
 
 
-def test_costs_are_those_of_steps_without_prompts_and_without_a_draft_model_s_part() -> None:
-    drafts, costs = make_engine().scheduler._drafts, RecordedCosts()
-    assert drafts is not None
-    drafts._costs = costs
+def make_drafts(engine: Engine) -> core_drafts.Drafts:
+    """Of nobody's scheduler."""
+    return core_drafts.Drafts(engine.scheduler.config, engine.kv, Scripted(right))
+
+
+def test_costs_are_those_of_steps_without_prompts_and_without_a_draft_model_s_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = RecordedCosts()
+    monkeypatch.setattr(core_drafts, "StepCosts", lambda: costs)
+    drafts = make_drafts(make_engine())
     a, b = held_request("a"), held_request("b")
     output = ModelRunnerOutput(draft_token_ids={"a": (1, 2, 3), "b": (4,)}, drafting_s=0.5)
     step = {a: ScheduledTokens(4, 4, "draft_model"), b: DECODE}
@@ -257,9 +265,6 @@ def test_costs_are_those_of_steps_without_prompts_and_without_a_draft_model_s_pa
 
 
 def test_lengths_are_chosen_by_all_rows_of_a_step() -> None:
-    engine = make_engine(long_prefill_token_threshold=4)
-    drafts = engine.scheduler._drafts
-    assert drafts is not None
     asked: list[tuple[int, int, int]] = []
 
     class Lengths(DraftLengths):
@@ -269,7 +274,7 @@ def test_lengths_are_chosen_by_all_rows_of_a_step() -> None:
             asked.append((num_requests, num_rows, most))
             return {}
 
-    drafts._lengths = Lengths(StepCosts(), random.Random(0))
+    engine = make_engine(long_prefill_token_threshold=4, draft_lengths=Lengths)
     engine.add("a", PROMPT[:3], max_tokens=9)
     engine.step()
     engine.add("b", [6] * 12, max_tokens=2)
@@ -281,8 +286,6 @@ def test_lengths_are_chosen_by_all_rows_of_a_step() -> None:
 
 def test_a_draft_model_guesses_for_rows_that_no_request_needs() -> None:
     engine = make_engine(max_num_seqs=6)
-    drafts = engine.scheduler._drafts
-    assert drafts is not None
     asked: list[tuple[int, int]] = []
 
     class Lengths(DraftLengths):
@@ -292,7 +295,8 @@ def test_a_draft_model_guesses_for_rows_that_no_request_needs() -> None:
             asked.append((num_requests, most))
             return {}
 
-    drafts._lengths = Lengths(StepCosts(), random.Random(0))
+    with lengths_chosen_by(Lengths):
+        drafts = make_drafts(engine)
     a, b, c = map(held_request, "abc")
     plan = StepPlan(token_budget=4)
     plan.scheduled = {a: DECODE, b: ScheduledTokens(4, 0), c: ScheduledTokens(7, 1)}

@@ -26,7 +26,7 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_kernels import select
 from support import engines, requests
 from support.adapters import merged_greedy, write_adapter
-from support.drafts import compute_all_drafts
+from support.drafts import lengths_chosen_by
 from support.engines import Client, linked, tokens_of
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
@@ -289,10 +289,9 @@ def test_drafts_change_no_token(
         nonlocal num_drafts
         num_drafts += sum(map(len, step.scheduled_spec_decode_tokens.values()))
 
-    with loaded(folder, speculation="suffix", async_scheduling=async_scheduling) as engine:
-        compute_all_drafts(engine.core.scheduler)
-        with before_steps(count):
-            assert generate(engine, prompts) == expected
+    fields = {"speculation": "suffix", "async_scheduling": async_scheduling}
+    with lengths_chosen_by(), loaded(folder, **fields) as engine, before_steps(count):
+        assert generate(engine, prompts) == expected
     assert num_drafts
 
 

@@ -24,7 +24,7 @@ from pdserve_engine.request.request import Request
 from support import engines
 from support.answers import Answer
 from support.answers import answers as answers_of
-from support.drafts import compute_all_drafts
+from support.drafts import lengths_chosen_by
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.samples import sampled
 from support.steps import batch_of
@@ -64,9 +64,8 @@ Encode = Callable[[str], Sequence[int]]
 def loaded(
     speculation: str = "suffix", model: Path = MODEL, **fields: Any
 ) -> Iterator[LoadedEngine]:
-    with engines.loaded(model, **{**SETTINGS, "speculation": speculation, **fields}) as engine:
-        if speculation != "none":
-            compute_all_drafts(engine.core.scheduler)
+    settings = {**SETTINGS, "speculation": speculation, **fields}
+    with lengths_chosen_by(), engines.loaded(model, **settings) as engine:
         yield engine
 
 

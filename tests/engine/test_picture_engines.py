@@ -14,7 +14,6 @@ from pdserve_common.processes.channel import Channel
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import ResetPrefixCache, Sleep, WakeUp
 from pdserve_engine.clients import messages
-from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine
 from pdserve_engine.config import Role
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -22,6 +21,7 @@ from support import engines
 from support.engines import Client, linked, tokens_of
 from support.models import LLAVA
 from support.pictures import Picture, Prompt, hf_greedy
+from support.steps import loaded_part
 from support.waiting import until
 
 NUM_OUTPUT = 8
@@ -155,8 +155,7 @@ async def test_a_d_that_preempts_computes_the_pictures_itself_if_it_has_them(
 
 def preempt_each_once(engine: WorkerEngine) -> None:
     """Have each request lose its blocks when it has three tokens."""
-    assert isinstance(engine, InprocEngineClient)
-    scheduler: Any = engine._core.scheduler
+    scheduler: Any = loaded_part(engine).core.scheduler
     schedule, preempted = scheduler.schedule, set()
 
     def preempt_and_schedule() -> SchedulerOutput:

@@ -5,7 +5,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisc
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
-from pdserve_engine.request.watchdog import MAX_LOOK_S, StepWatch
+from pdserve_engine.request.watchdog import MAX_LOOK_S
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.handoff import SPEC, Landed, make_pool
 from support.metrics import value
@@ -63,9 +63,13 @@ class FakeAgent:
         self.num_left_open = 0
         self.progressed_at: list[float] = []
         self.is_closed = False
+        self.num_added = 0
+        # Runs while a READ is posted.
+        self.on_post: Callable[[Handle], None] = lambda handle: None
 
     def add_peer(self, peer: KVPeer) -> str:
         self.peers.append(peer.agent_name)
+        self.num_added += 1
         return peer.agent_name
 
     def mark_connected(self, name: str) -> None:
@@ -89,6 +93,7 @@ class FakeAgent:
             raise self.post_error
         if handle.end is None and len(handle.local):
             self.posted.append(handle)
+            self.on_post(handle)
         self.num_posts += 1
         is_odd_one = self.num_posts % 6 == 1  # now and then one is not, or is by luck
         return handle.end is not None and self.is_synchronous != is_odd_one
@@ -153,15 +158,17 @@ class Rig:
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
         """What is asked of the transfer thread meanwhile, it takes together afterwards."""
-        is_over = threading.Event()
+        has_begun, is_over = threading.Event(), threading.Event()
 
         def take_all() -> None:
+            has_begun.set()
             is_over.wait()
             with contextlib.suppress(queue.Empty):
                 while True:
                     self.commands.get_nowait()()
 
         self.commands.put(take_all)
+        assert has_begun.wait(30.0)
         try:
             yield
         finally:
@@ -319,14 +326,14 @@ def test_a_link_that_ended_before_its_turn_came_is_not_connected(rig: Rig) -> No
     rig.settle()
     rig.transport.remove_peer(rig.peer)
     wait_until(lambda: not rig.agent.peers)
-    num_posts = rig.agent.num_posts
+    num_added, num_posts = rig.agent.num_added, rig.agent.num_posts
     with rig.at_once():
         rig.connect()
         rig.read(1)
         rig.transport.remove_peer(rig.peer)
     rig.settle()
     assert rig.agent.num_posts == num_posts
-    assert rig.transport._all_peers == []
+    assert rig.agent.num_added == num_added
     assert [result.error for result in rig.landed.results] == ["connection was closed"]
     assert rig.lost == [], "who removes a peer knows"
 
@@ -464,20 +471,29 @@ def test_only_peers_that_have_answered_may_leave_a_connection_open() -> None:
 
 
 def test_a_thread_that_hangs_fails_the_worker(rig: Rig) -> None:
-    looks = itertools.count(time.monotonic() + 1000.0, step=MAX_LOOK_S)
-    rig.transport._watch = StepWatch(timeout_s=HANG_S, clock=lambda: next(looks))
+    seen: list[str | None] = []
+
+    def look() -> str | None:
+        rig.skew_s += MAX_LOOK_S
+        seen.append(rig.transport.failure)
+        return seen[-1]
+
+    def end_part(handle: Handle) -> None:
+        handle.end = ""
+        look()
+
+    rig.agent.on_post = end_part
+    rig.read(256, timeout_s=1000.0)
+    wait_until(lambda: rig.landed.results)
+    # Its parts come one after another, in one turn of the thread.
+    assert seen == [None] * 8
+    assert len(seen) * MAX_LOOK_S > HANG_S
     rig.transport.remove_peer(rig.peer)
-    wait_until(lambda: not rig.agent.peers and rig.transport._turn is None)
+    wait_until(lambda: not rig.agent.peers)
     for _ in range(20):
-        assert rig.transport.failure is None, "it sleeps"
+        assert look() is None, "it sleeps"
     with rig.at_once():
-        wait_until(lambda: rig.transport._turn is not None)
-        for _ in range(20):
-            rig.transport._on_progress()  # as when a part of a long READ is over
-            assert rig.transport.failure is None
-        assert wait_until(lambda: rig.transport.failure) == (
-            "the KV transfer thread has hung for 10 s"
-        )
+        assert wait_until(look) == "the KV transfer thread has hung for 10 s"
 
 
 def test_a_thread_that_hangs_does_not_hold_up_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,8 @@ async def test_two_changes_do_not_mix() -> None:
 
 async def test_without_a_pair_that_has_it_nobody_is_told_that_it_is_there() -> None:
     stage, workers = await started(1, 1)
-    stage.pool._table.unlink(stage.pool.prefill[0], stage.pool.decode[0])
+    for _ in range(3):
+        stage.pool.report_failure((stage.pool.prefill[0], stage.pool.decode[0]))
     with pytest.raises(NoWorkerError, match="no proven pair with it is ready"):
         await AdapterRollout(stage.pool, workers).load(LORA)
     await stage.pool.close()

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +26,10 @@ from support.modelled_pool import ModelledPool, modelled
 MAX_REQUESTS = 8
 LORA = LoRARequest(lora_name="a", lora_path="x", digest="")
 REQUEST = LoRARequest(lora_name="a", digest=NEW)
+
+
+class Digest(str):
+    """One that can be referred to weakly."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +56,7 @@ class Stage:
             outcomes=ScaleOuts(self.registry),
             clock=lambda: self.now,
         )
+        self._begun: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         for worker in self.pools.workers:
@@ -72,13 +79,21 @@ class Stage:
         """Have a request come; return who was asked to load what."""
         self.now += after_s
         num_calls = len(self.workers.calls)
-        self.scale_out.on_request(lora)
+        self.begin(lora)
         await self.idle()
         return self.workers.calls[num_calls:]
 
+    def begin(self, lora: LoRARequest = REQUEST) -> None:
+        """Have a request come, and whatever it leads to begin."""
+        before = asyncio.all_tasks()
+        self.scale_out.on_request(lora)
+        self._begun |= asyncio.all_tasks() - before
+
     async def idle(self) -> None:
-        while self.scale_out._task is not None:
-            await asyncio.wait([self.scale_out._task])
+        """Return when what has begun is over."""
+        if self._begun:
+            await asyncio.wait(self._begun)
+        self._begun.clear()
 
     def holders(self) -> list[WorkerClient]:
         return self.workers.holders(NEW)
@@ -246,12 +261,12 @@ async def test_those_that_start_again_get_what_they_had_once_requests_ask_for_it
 async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() -> None:
     async with started(2, 2) as stage:
         num_calls = len(stage.workers.calls)
-        stage.scale_out.on_request(REQUEST)
+        stage.begin()
         # It has begun when the name is taken away.
         unload = asyncio.create_task(stage.rollout.unload("a"))
         for _ in range(5):
             stage.now += 100
-            stage.scale_out.on_request(REQUEST)
+            stage.begin()
         await asyncio.gather(unload, stage.idle())
         assert len(stage.workers.calls) - num_calls in (2, 4, 6)
         assert stage.holders() == []
@@ -271,7 +286,7 @@ async def test_what_is_asked_for_does_not_wait_for_a_load_that_is_not(num_hangin
     async with started(2, 2) as stage:
         others = [w for w in stage.pools.workers if w not in stage.holders()]
         stage.workers.hanging = {worker.address for worker in others[:num_hanging]}
-        stage.scale_out.on_request(REQUEST)
+        stage.begin()
         await asyncio.sleep(0.01)
         # One is there already, and goes as well.
         assert len(stage.holders()) == 4 - num_hanging
@@ -288,7 +303,7 @@ async def test_what_is_asked_for_does_not_wait_for_a_load_that_is_not(num_hangin
         first = asyncio.create_task(stage.rollout.load(LORA, num_workers=1))
         stage.now += 100
         await asyncio.sleep(0)
-        stage.scale_out.on_request(REQUEST)
+        stage.begin()
         await asyncio.wait_for(asyncio.gather(first, stage.rollout.unload("a"), stage.idle()), 5)
         assert stage.holders() == []
 
@@ -322,8 +337,14 @@ async def test_who_has_another_one_under_the_name_keeps_it() -> None:
 async def test_adapters_without_end_are_not_remembered_for_ever() -> None:
     stage = Stage(1, 1)
     await stage.start()
+    remembered: weakref.WeakValueDictionary[int, Digest] = weakref.WeakValueDictionary()
     for number in range(3 * adapter_scale_out.MAX_REMEMBERED):
-        await stage.request(LoRARequest(lora_name="a", digest=str(number)), after_s=0.001)
-        assert str(number) in stage.scale_out._turns
-    assert len(stage.scale_out._turns) <= adapter_scale_out.MAX_REMEMBERED
+        remembered[number] = digest = Digest(number)
+        lora = LoRARequest(lora_name="a", digest=digest)
+        del digest
+        await stage.request(lora, after_s=0.001)
+        del lora
+        assert number in remembered
+    gc.collect()
+    assert len(remembered) <= adapter_scale_out.MAX_REMEMBERED
     await stage.close()

@@ -9,6 +9,7 @@ from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
+from pdserve_router.workers import pairs
 from pdserve_router.workers.worker_client import WorkerState
 from support.modelled_pool import ModelledPool, modelled
 
@@ -33,15 +34,16 @@ def with_adapter(adapter: LoRAAdapter) -> EngineCoreRequest:
 
 
 @pytest.mark.parametrize("policy", ["prefix", "power_of_two", "round_robin", "session"])
-async def test_both_legs_go_to_workers_that_hold_it(policy: str) -> None:
+async def test_both_legs_go_to_workers_that_hold_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each is paired with all, so also with those that hold it.
+    monkeypatch.setattr(pairs, "ENOUGH_PARTNERS", 40)
     stage = ModelledPool(40, 40, routing_policy=policy)
     holders = {*stage.pool.prefill[:2], *stage.pool.decode[38:]}
     for worker in stage.workers:
         stage.attach(worker, adapters=(A, B) if worker in holders else (B,))
     await stage.proven()
-    for prefill in stage.pool.prefill[:2]:
-        for decode in stage.pool.decode[38:]:
-            stage.pool._table.link(prefill, decode)
     for index in range(30):
         route = stage.pool.route(with_adapter(A), session=str(index))
         assert route.path == "disaggregated"

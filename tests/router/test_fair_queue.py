@@ -1,6 +1,8 @@
 """Turns of tenants on generated arrivals, and what fairness promises of them."""
 
 import asyncio
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,10 @@ SHARES = {"a": 1.0, "b": 1.0, "c": 3.0}
 ARRIVALS = st.lists(
     st.tuples(st.sampled_from([*SHARES]), st.integers(1, 50), st.integers(0, 2)), max_size=40
 )
+
+
+class Tenant(str):
+    """One that can be referred to weakly."""
 
 
 @dataclass
@@ -153,6 +159,28 @@ LEAVERS = st.lists(
 )
 
 
+async def assert_like_new(queue: FairQueue) -> None:
+    """Nothing is under way, and nobody is remembered for what it had: tenants with as much work
+    have their turns as they come, which they would not behind the tags of the past.
+    """
+    order: list[str] = []
+
+    async def begin(tenant: str) -> None:
+        await queue.begin(tenant, 1)
+        order.append(tenant)
+
+    tasks = []
+    for tenant in ("a", "a", "b", "c"):
+        tasks.append(asyncio.create_task(begin(tenant)))
+        await settle()
+    assert order == ["a"]
+    for _ in SHARES:
+        queue.end(1)
+        await settle()
+    assert order == ["a", "a", "b", "c"]
+    queue.end(1)
+
+
 async def play_with_leavers(
     arrivals: Sequence[tuple[str, int, int, int | None]], gone: Collection[int]
 ) -> tuple[list[int], set[int]]:
@@ -177,14 +205,14 @@ async def play_with_leavers(
         await settle()
         for _ in range(num_ended):
             await bench.end()
+    gone_again = {id(came[number]) for number in left}
+    waiting = [a for a in bench.arrivals if a.began < 0 and id(a) not in gone_again]
+    assert bench.queue.waiting == sum(each.work for each in waiting)
     bench.arrivals = [each for n, each in came.items() if n not in left]
-    num_waiting = sum(each.began < 0 for each in bench.arrivals)
-    assert sum(len(each.waiting) for each in bench.queue._tenants.values()) >= num_waiting
-    assert bench.queue._tenants.keys() <= SHARES.keys()
     while bench.under_way:
         await bench.end()
-    assert not bench.queue._tenants
-    assert bench.queue.waiting == bench.queue._under_way == 0
+    assert bench.queue.waiting == 0
+    await assert_like_new(bench.queue)
     numbers = {id(arrival): number for number, arrival in came.items()}
     return [numbers.get(id(each), -1) for each in bench.begun], left
 
@@ -216,7 +244,7 @@ async def test_a_tenant_of_short_deadlines_gets_its_share() -> None:
         for task in leaving:
             task.cancel()
         await settle()
-        assert [len(each.waiting) for each in queue._tenants.values()] == [len(patient), 0]
+        assert queue.waiting == 5 * len(patient)
     stays = asyncio.create_task(begin("b"))
     await settle()
     queue.end(5)
@@ -245,7 +273,28 @@ async def test_who_is_cancelled_or_late_takes_nothing() -> None:
     assert waiting[2].done()
     queue.end(5)
     await queue.begin("b", 1, timeout_s=0.0)
-    assert queue._under_way == 1
+    # That alone is under way.
+    last = asyncio.create_task(queue.begin("c", 1))
+    await settle()
+    assert not last.done()
+    queue.end(1)
+    await asyncio.wait_for(last, 20)
+
+
+async def test_a_tenant_is_not_remembered_when_nobody_waits() -> None:
+    queue = FairQueue(lambda: 1.0)
+    await queue.begin("a", 1)
+    tenant = Tenant("b")
+    kept = weakref.ref(tenant)
+    waiting = asyncio.create_task(queue.begin(tenant, 1))
+    del tenant
+    await settle()
+    assert kept() is not None
+    queue.end(1)
+    await waiting
+    del waiting
+    gc.collect()
+    assert kept() is None
 
 
 async def test_without_a_window_one_is_let_through_at_a_time() -> None:

@@ -3,25 +3,23 @@
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import safetensors.torch
 import torch
 
-from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.request.request import Request
-from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths
 from pdserve_engine.spec_decode.proposer import Draft
 
 # What comes next, as far as the test knows: so many tokens at most.
 Oracle = Callable[[Request, int], Sequence[int]]
 
 
-class _AllOfThem(DraftLengths):
-    """Has drafts computed, whatever has come of others."""
-
-    def __init__(self) -> None:
-        super().__init__(StepCosts(), random.Random(0))
+class AllOfThem(DraftLengths):
+    """Has as many drafts computed as there is room for, whatever has come of others."""
 
     def choose(
         self, drafts: Mapping[Request, Draft], num_requests: int, num_rows: int, most: int
@@ -38,10 +36,9 @@ class _AllOfThem(DraftLengths):
         return dict(limits)
 
 
-def compute_all_drafts(scheduler: Scheduler) -> None:
-    """Compute as many drafts as there is room for, also those that are hardly worth it."""
-    assert scheduler._drafts is not None
-    scheduler._drafts._lengths = _AllOfThem()
+def lengths_chosen_by(lengths: type[DraftLengths] = AllOfThem) -> AbstractContextManager[object]:
+    """Schedulers that are made within have their drafts' lengths chosen so."""
+    return mock.patch("pdserve_engine.core.drafts.DraftLengths", lengths)
 
 
 def make_noisy_model(model: Path, folder: Path, *, noise: float) -> Path:

@@ -110,7 +110,7 @@ class ModelledPool:
 
     def partners(self, worker: WorkerClient) -> list[WorkerClient]:
         """Whom requests may use it with."""
-        return list(self.pool._table.partners(worker, self.pool._weights.name).items)
+        return list(self.pool.partners(worker))
 
     def num_partners(self, worker: WorkerClient) -> int:
         return len(self.partners(worker))

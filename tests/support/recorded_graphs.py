@@ -46,6 +46,18 @@ class RecordedGraph:
         self.num_kernels += 1
 
 
+def have_few_graphs(patch: pytest.MonkeyPatch, *batch_sizes: int) -> None:
+    """Of decodes only these sizes, and one of chunks."""
+    from pdserve_engine.runner import cuda_graphs, cuda_stepper
+
+    def few(max_num_seqs: int) -> list[tuple[int, int]]:
+        sizes = cuda_graphs.graph_sizes(max_num_seqs)
+        return [each for each in sizes if each[0] != each[1] or each[0] in batch_sizes]
+
+    patch.setattr(cuda_graphs, "CHUNK_TOKENS", (16,))
+    patch.setattr(cuda_stepper, "graph_sizes", few)
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

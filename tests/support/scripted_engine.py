@@ -47,8 +47,9 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths
 from pdserve_engine.spec_decode.proposer import Proposer
-from support.drafts import compute_all_drafts
+from support.drafts import AllOfThem, lengths_chosen_by
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -164,32 +165,32 @@ class Engine:
         compile_grammar: CompileGrammar | None = None,
         adapters: AdapterPool | None = None,
         proposer: Proposer | None = None,
+        draft_lengths: type[DraftLengths] = AllOfThem,
         **config: object,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
         self.kv = KVCacheManager(
             self.pool, BLOCK_SIZE, windows, max_tokens_in_flight=2 * max_num_batched_tokens
         )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                **config,  # type: ignore[arg-type]
-            ),
-            self.kv,
-            producer=producer,
-            consumer=consumer,
-            prefix_producer=prefix_producer,
-            prefix_consumer=prefix_consumer,
-            offload=None if make_offload is None else make_offload(self.pool),
-            compile_grammar=compile_grammar,
-            adapters=adapters,
-            proposer=proposer,
-            wakeup=self._on_wakeup,
-            clock=clock,
-        )
-        if proposer is not None:
-            compute_all_drafts(self.scheduler)
+        with lengths_chosen_by(draft_lengths):
+            self.scheduler = Scheduler(
+                SchedulerConfig(
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    **config,  # type: ignore[arg-type]
+                ),
+                self.kv,
+                producer=producer,
+                consumer=consumer,
+                prefix_producer=prefix_producer,
+                prefix_consumer=prefix_consumer,
+                offload=None if make_offload is None else make_offload(self.pool),
+                compile_grammar=compile_grammar,
+                adapters=adapters,
+                proposer=proposer,
+                wakeup=self._on_wakeup,
+                clock=clock,
+            )
         self.num_wakeups = 0
         self.producer, self.consumer = producer, consumer
         for port in (producer, consumer):

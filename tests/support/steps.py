@@ -39,7 +39,7 @@ def batch_of(executor: UniprocExecutor) -> InputBatch:
 
 def exchange_parts(engine: Any, **parts: object) -> None:
     """Give an engine of this process other parts (LoadedEngine's fields) than it has."""
-    engine._loaded = dataclasses.replace(engine._loaded, **parts)
+    engine._loaded = dataclasses.replace(loaded_part(engine), **parts)
 
 
 def loaded_part(engine: Any) -> LoadedEngine:

@@ -23,6 +23,7 @@ from support.cut_proxy import CutProxy
 from support.metrics import value
 from support.prefix_lengths import num_cached
 from support.scripted_engine import cached_in
+from support.steps import loaded_part
 from support.waiting import until
 from support.worker import TIMEOUT_S, Worker, add, read_until, serve
 
@@ -83,7 +84,7 @@ class Router:
 
     async def equals(self, worker: Worker) -> None:
         """Wait until the index is what the worker's pool, which is idle, has cached."""
-        pool = worker.engine._core.scheduler.kv.block_pool
+        pool = loaded_part(worker.engine).core.scheduler.kv.block_pool
 
         def is_equal() -> bool:
             cached = cached_in(pool)

@@ -14,15 +14,15 @@ from pdserve_router.workers.prefix_index import PrefixMatch, num_known_tokens
 from pdserve_router.workers.worker_client import WorkerClient
 
 # Of each role: so many of those with the longest prefix cached, and so many drawn at random.
-_NUM_CACHED = 3
-_NUM_DRAWN = 2
+NUM_CACHED = 3
+NUM_DRAWN = 2
 # Of these prefill workers so many are paired, those that cost least.
-_NUM_PAIRED = 3
+NUM_PAIRED = 3
 # What was sent counts until the worker's next stats, but for no longer: idle workers send none.
 _SENT_S = 2.0
 
 # Pairs whose costs differ by less cost the same.
-_TIE = 8.0
+TIE = 8.0
 
 Cached = PrefixMatch[WorkerClient]
 T = TypeVar("T")
@@ -92,10 +92,10 @@ class PrefixRouting:
         num_known = num_known_tokens(request)
         prefill = self._prefill_costs(num_known, cached, candidates)
         decode: dict[WorkerClient, float] = {}
-        holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
+        holders = cached.longest(WorkerRole.DECODE, NUM_CACHED, candidates.allows_decode)
         costs = []
-        for p in heapq.nsmallest(_NUM_PAIRED, prefill, key=prefill.__getitem__):
-            drawn, partners = candidates.draw_partners(p, _NUM_DRAWN), candidates.partners(p)
+        for p in heapq.nsmallest(NUM_PAIRED, prefill, key=prefill.__getitem__):
+            drawn, partners = candidates.draw_partners(p, NUM_DRAWN), candidates.partners(p)
             for d in dict.fromkeys((*drawn, *[d for d in holders if d in partners])):
                 if d not in decode:
                     decode[d] = self._decode_cost(d, num_known, cached)
@@ -113,10 +113,10 @@ class PrefixRouting:
         """See RoutingPolicy. What D has not cached it computes itself."""
         cached = candidates.cached(request)
         num_known = num_known_tokens(request)
-        holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
+        holders = cached.longest(WorkerRole.DECODE, NUM_CACHED, candidates.allows_decode)
         costs = [
             (num_known - cached.num_tokens(d) + self._decode_cost(d, num_known, cached), d)
-            for d in dict.fromkeys((*candidates.draw_decode(_NUM_DRAWN), *holders))
+            for d in dict.fromkeys((*candidates.draw_decode(NUM_DRAWN), *holders))
         ]
         if not costs:
             return None
@@ -140,8 +140,8 @@ class PrefixRouting:
     def _prefill_costs(
         self, num_known: int, cached: Cached, candidates: Candidates
     ) -> dict[WorkerClient, float]:
-        holders = cached.longest(WorkerRole.PREFILL, _NUM_CACHED, candidates.allows_prefill)
-        workers = dict.fromkeys((*holders, *candidates.draw_prefill(_NUM_DRAWN)))
+        holders = cached.longest(WorkerRole.PREFILL, NUM_CACHED, candidates.allows_prefill)
+        workers = dict.fromkeys((*holders, *candidates.draw_prefill(NUM_DRAWN)))
         return {p: num_known - cached.num_tokens(p) + self._queue_cost(p) for p in workers}
 
     def _queue_cost(self, prefill: WorkerClient) -> float:
@@ -178,7 +178,7 @@ class PrefixRouting:
 
 def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
     best = sorted(costs, key=itemgetter(0))[:2]
-    is_tie = best[-1][0] - best[0][0] < _TIE
+    is_tie = best[-1][0] - best[0][0] < TIE
     return random.choice(best)[1] if is_tie else best[0][1]
 
 

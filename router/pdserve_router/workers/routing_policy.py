@@ -11,7 +11,7 @@ from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
 from pdserve_router.workers.worker_client import WorkerClient
 
 # Of so many the one with the fewest turns takes the next request.
-_NUM_IN_TURN = 8
+NUM_IN_TURN = 8
 # Whose pairs are remembered.
 _MAX_SESSIONS = 1 << 16
 
@@ -53,21 +53,21 @@ class RoundRobin:
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> Pair | None:
-        prefill = self._pick(candidates.draw_prefill(_NUM_IN_TURN))
+        prefill = self._pick(candidates.draw_prefill(NUM_IN_TURN))
         if prefill is None:
             return None
-        decode = self._pick(candidates.draw_partners(prefill, _NUM_IN_TURN))
+        decode = self._pick(candidates.draw_partners(prefill, NUM_IN_TURN))
         return (prefill, decode) if decode is not None else None
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> WorkerClient | None:
-        return self._pick(candidates.draw_decode(_NUM_IN_TURN))
+        return self._pick(candidates.draw_decode(NUM_IN_TURN))
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> WorkerClient | None:
-        return self._pick(candidates.draw_prefill(_NUM_IN_TURN))
+        return self._pick(candidates.draw_prefill(NUM_IN_TURN))
 
     def _pick(self, drawn: Sequence[WorkerClient]) -> WorkerClient | None:
         if not drawn:

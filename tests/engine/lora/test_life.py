@@ -22,7 +22,7 @@ from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, UnpinLora, WakeUp
 from pdserve_engine.clients.launch import WorkerEngine
-from pdserve_engine.runner.adapters import RunnerAdapters
+from pdserve_engine.runner import model_source
 from support import engines
 from support.adapters import merged_greedy, write_adapter
 from support.engines import LONG, launched, until_idle
@@ -364,12 +364,12 @@ async def test_a_download_ends_with_who_asked_and_may_be_looked_at(
 async def test_a_defect_in_reading_an_adapter_refuses_it_and_nothing_else(
     model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a defect")
 
     async with started(model, "inproc", lora_root=str(root)) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(RunnerAdapters, "_pack", fail)
+            patch.setattr(model_source, "read_adapter", fail)
             with pytest.raises(InvalidRequestError, match="cannot be read: ZeroDivisionError"):
                 await engine.call(adding("a"))
         assert (await engine.call(adding("a"))).name == "a"

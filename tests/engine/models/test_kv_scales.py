@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.runner import model_source
+from pdserve_engine.runner.model_source import ModelSource
 from support.model_driver import Driver, make_prompt, record_logits
 
 CPU = torch.device("cpu")
@@ -94,10 +95,19 @@ def test_a_pool_in_fp8_takes_half_the_memory_and_the_answer_is_near(
     [("kv_cache_dtype", {"kv_cache_dtype": "fp8"}), ("quantization", {"quantization": "fp8"})],
 )
 def test_gpus_without_such_numbers_are_refused(
-    make_model: Callable[..., Path], field: str, options: dict[str, Any]
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    options: dict[str, Any],
 ) -> None:
-    config = read_model_config(make_model(), **options)
+    def have_gpu(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = EngineConfig(model=str(make_model()), device="cuda", **options)
+    have_gpu(8, 0)
     with pytest.raises(ValueError, match=rf"{field} is fp8, .* 8\.0, must have 8\.9"):
-        model_source._check_fp8(config, (8, 0))
-    model_source._check_fp8(config, (9, 0))
-    model_source._check_fp8(read_model_config(make_model(), quantization="int8"), (8, 0))
+        ModelSource(config)
+    ModelSource(EngineConfig(model=str(make_model()), device="cuda", quantization="int8"))
+    have_gpu(9, 0)
+    ModelSource(config)

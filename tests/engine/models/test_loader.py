@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pdserve_engine.models import loader
@@ -137,8 +138,12 @@ def test_a_file_is_not_opened_for_every_weight(
 ) -> None:
     """But again for every KEPT_BYTES of it, so that its pages leave the process."""
     opened: list[Path] = []
-    open_file = loader._open
-    monkeypatch.setattr(loader, "_open", lambda path: opened.append(path) or open_file(path))
+
+    def open_file(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(loader, "safe_open", open_file)
     checkpoint = Checkpoint(editable)
     names = sorted(checkpoint.names)
     assert len(names) > 9

@@ -86,7 +86,6 @@ def test_no_more_is_kept_than_there_may_be_and_the_oldest_goes_first() -> None:
             known = each.all_token_ids
             again = make_request(prompt=tuple(known[:-2]), salt=each.core_request.cache_salt)
             assert draft(proposer, again) == (list(known[-2:]) if age < len(sizes) else [])
-            proposer._running.clear()
     for _ in range(6):
         finish(proposer, make_request(5, prompt=(1,), salt="last"))
     draft(proposer, make_request())

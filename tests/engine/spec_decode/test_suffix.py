@@ -2,12 +2,15 @@
 
 import gc
 import random
+import weakref
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode import suffix
 from pdserve_engine.spec_decode.suffix import MAX_GAP, SuffixProposer, SuffixText
 from support.requests import held_request
 
@@ -89,7 +92,15 @@ def test_the_longest_suffix_decides(tokens: list[int]) -> None:
     assert list(text.continuation(1)) == [2001]
 
 
-def test_each_request_has_its_text_which_goes_with_it() -> None:
+def test_each_request_has_its_text_which_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: weakref.WeakSet[SuffixText] = weakref.WeakSet()
+
+    class Text(SuffixText):
+        def __init__(self) -> None:
+            super().__init__()
+            texts.add(self)
+
+    monkeypatch.setattr(suffix, "SuffixText", Text)
     proposer = SuffixProposer()
     requests = [make_request([n, 5, n + 1, n]) for n in (10, 20)]
     drafts = proposer.propose(dict.fromkeys(requests, 3))
@@ -99,10 +110,10 @@ def test_each_request_has_its_text_which_goes_with_it() -> None:
     assert list(drafts) == [requests[0]]
     assert list(drafts[requests[0]].token_ids) == [11, 10, 5]
     assert drafts[requests[0]].source == "suffix"
-    assert len(proposer._texts) == 2
+    assert len(texts) == 2
     del requests, drafts
     gc.collect()
-    assert not proposer._texts
+    assert not texts
 
 
 def test_an_answer_that_begins_as_predicted_goes_on_as_predicted() -> None:
