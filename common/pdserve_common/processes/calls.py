@@ -113,5 +113,5 @@ def answer(call: CallT, handlers: Handlers[HandlerT], target: HandlerT) -> Answe
         return Answer.of(handlers[type(call)](target, call))
     except BaseException as error:  # whoever waits gets it
         if not isinstance(error, ValueError | OSError):
-            logger.exception("%s failed", call)
+            logger.exception("%s failed", type(call).__name__)
         return Failed.of(error)

@@ -1,6 +1,7 @@
 """Messages between the event loops of two processes."""
 
 import asyncio
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Coroutine
@@ -107,10 +108,10 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         return answer.result_of(call)
 
     def fail_calls(self, error: Exception) -> None:
-        """Nothing that was asked is answered any more."""
+        """Nothing that was asked is answered any more: whoever waits gets a copy of this."""
         for future in self._asked.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(copy.copy(error))
 
     def answer(
         self, call: CallT, ref: int, handle: Callable[[CallT], Coroutine[Any, Any, object]]
