@@ -24,14 +24,16 @@ from support.fake_worker import logprobs_of
 class Harness:
     def __init__(self, tokenizer, *, attempt=0, prompt=(5, 6), **params) -> None:
         self.registry = CollectorRegistry()
+        asked = SamplingParams(seed=7, **params)
         self.state = RequestState(
             EngineCoreRequest(
                 request_id="internal",
                 external_req_id="client's",
                 prompt_token_ids=prompt,
-                task=Generate(SamplingParams(seed=7, **params)),
+                task=Generate(asked),
                 attempt=attempt,
             ),
+            asked,
             tokenizer=tokenizer,
             timeline=Timeline(arrival_ns=1, tokenize_start_ns=1, tokenize_end_ns=1),
             metrics=RouterMetrics(self.registry),

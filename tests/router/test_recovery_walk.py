@@ -245,11 +245,8 @@ class World:
         self.answering = self.decode
         self.num_ends = 0
         metrics = RouterMetrics(self.registry)
-        request = EngineCoreRequest(
-            request_id="a",
-            prompt_token_ids=PROMPT,
-            task=Generate(SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False)),
-        )
+        params = SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False)
+        request = EngineCoreRequest(request_id="a", prompt_token_ids=PROMPT, task=Generate(params))
         processed = ProcessedInput(
             core_request=request,
             has_max_tokens=True,
@@ -264,7 +261,7 @@ class World:
             on_tokens=lambda live, num_new: None,
             on_end=self._on_end,
         )
-        self.live = SingleCompletion(processed, self.route(request), services)
+        self.live = SingleCompletion(processed, params, self.route(request), services)
 
     def decode_named(self, engine_id: str) -> Worker:
         return next(each for each in self._decodes if each.client.engine_id == engine_id)

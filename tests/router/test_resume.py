@@ -37,13 +37,15 @@ FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
 
 
 def make_state(tokenizer, resumed=None, parsing=None, **params) -> RequestState:
+    asked = SamplingParams(seed=7, **{"max_tokens": 100, **params})
     return RequestState(
         EngineCoreRequest(
             request_id="internal",
             prompt_token_ids=(5, 6),
-            task=Generate(SamplingParams(seed=7, **{"max_tokens": 100, **params})),
+            task=Generate(asked),
             eos_token_id=EOS,
         ),
+        asked,
         tokenizer=tokenizer,
         timeline=Timeline(arrival_ns=1, tokenize_start_ns=1, tokenize_end_ns=1),
         metrics=RouterMetrics(CollectorRegistry()),

@@ -37,7 +37,7 @@ def batch_of(executor: UniprocExecutor) -> InputBatch:
     return executor.rank.runner.input_batch
 
 
-def exchange_parts(engine: Any, **parts: object) -> None:
+def exchange_parts(engine: Any, **parts: Any) -> None:
     """Give an engine of this process other parts (LoadedEngine's fields) than it has."""
     engine._loaded = dataclasses.replace(loaded_part(engine), **parts)
 

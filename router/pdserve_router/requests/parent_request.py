@@ -167,13 +167,13 @@ class ParentRequest(LiveRequest):
 
 
 def _params_of_children(params: SamplingParams) -> Iterator[SamplingParams]:
-    first = replace(params, n=1, best_of=None)
+    shared = replace(params, n=1, best_of=None)
     if params.is_ranked:
         logprobs = 0 if params.logprobs is None else params.logprobs
-        first = replace(first, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
+        shared = replace(shared, logprobs=logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
     for index in range(params.best_of or params.n):
         yield replace(
-            first,
+            shared,
             seed=((params.seed or 0) + index) & MAX_SEED,
             # One prompt: its logprobs are the same for all.
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
