@@ -83,7 +83,8 @@ def _decode(scheduler: Scheduler, scheduled: SchedulerOutput) -> ModelRunnerOutp
     return ModelRunnerOutput(
         request_ids=request_ids,
         sampled_token_ids=tuple(
-            (7,) if scheduler.requests[rid].num_output_placeholders else () for rid in request_ids
+            (7,) if scheduler.requests[rid].progress.num_output_placeholders else ()
+            for rid in request_ids
         ),
     )
 

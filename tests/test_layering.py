@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_engine.request.drafts import RequestDrafts
+from pdserve_engine.request.handoff import Handoff
+from pdserve_engine.request.progress import RequestProgress
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "pdserve_common": ("common", {"pdserve"}),
@@ -96,6 +100,14 @@ STARTS_PROCESSES = {
     "client/pdserve_client/stack.py": "commands, which outlive a terminal and drain at its end",
     "kernels/pdserve_kernels/cpu/build.py": "a compiler, and kernels import nothing of ours",
     "router/pdserve_router/processes.py": "the router itself, once more: they say nothing",
+}
+
+# The parts of a request, and the modules that alone write their fields.
+REQUESTS = "engine/pdserve_engine/request"
+WRITERS = {
+    RequestProgress: (f"{REQUESTS}/progress.py",),
+    Handoff: (f"{REQUESTS}/handoff.py", "engine/pdserve_engine/core/remote_decode.py"),
+    RequestDrafts: (f"{REQUESTS}/drafts.py", "engine/pdserve_engine/core/results.py"),
 }
 
 
@@ -224,6 +236,26 @@ def starts_processes(path: Path) -> bool:
 def test_processes_are_started_in_one_room() -> None:
     found = {str(path.relative_to(ROOT)) for _, path in modules() if starts_processes(path)}
     assert {where for where in found if not where.startswith(PROCESSES)} == set(STARTS_PROCESSES)
+
+
+def test_only_its_own_modules_write_a_part_of_a_request() -> None:
+    writers = {name: where for part, where in WRITERS.items() for name in part.__slots__}
+    wrong, found = [], set()
+    for _, path in modules():
+        where = str(path.relative_to(ROOT))
+        # Others have fields of the same names in classes of their own.
+        knows_requests = any("pdserve_engine.request.request." in name for _, name in imports(path))
+        if not (knows_requests or where.startswith(REQUESTS)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load):
+                continue
+            if where in writers.get(node.attr, ()):
+                found.add(node.attr)
+            elif node.attr in writers:
+                wrong.append(f"{where}:{node.lineno} writes {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+    assert found == set(writers)
 
 
 def test_only_the_edges_touch_generated_code() -> None:

@@ -107,7 +107,7 @@ class Rank(ModelledRank):
 
     def watch(self, request_id: str, is_right: bool) -> None:
         request = self._worker.scheduler.requests.get(request_id)
-        if request is not None and request.needs_remote_kv:
+        if request is not None and request.handoff.needs_remote_kv:
             self._worker.world.num_first_steps[is_right] += 1
         else:
             assert is_right, "a step reads KV that is not its own"
@@ -365,7 +365,7 @@ class Worker:
             self.outputs.extend(self.owners.release_ended(outputs))
 
     def preempt(self) -> None:
-        victims = [r for r in self.scheduler.running if not r.needs_remote_kv]
+        victims = [r for r in self.scheduler.running if not r.handoff.needs_remote_kv]
         if victims:
             self.scheduler.places.preempt(self.world.random.choice(victims))
 

@@ -52,13 +52,13 @@ def test_the_next_step_is_planned_while_one_runs(make_engine: Callable[..., Engi
     engine.add("a", [1] * 6, max_tokens=3)
     engine.step()
     request = engine.scheduler.requests["a"]
-    assert request.num_output_placeholders == 1
-    assert request.num_in_flight_tokens == 6
+    assert request.progress.num_output_placeholders == 1
+    assert request.progress.num_in_flight_tokens == 6
     assert not engine.outputs
     gate.open()
     engine.step()  # plans the decode step, then takes in the prompt's
     assert engine.tokens("a") == expected([1] * 6, 1)
-    assert request.num_computed_tokens == 7
+    assert request.progress.num_computed_tokens == 7
     engine.run()
     assert engine.tokens("a") == expected([1] * 6, 3)
     num_computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)

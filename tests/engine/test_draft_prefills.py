@@ -132,7 +132,7 @@ def test_what_the_runner_guesses_is_handed_out_once_and_at_its_place(engine: Eng
     engine.add("a", [1] * 3, max_tokens=8)
     engine.step()
     request = engine.scheduler.requests["a"]
-    assert request.spec_token_ids == ()
-    request.spec_token_ids = (5, 6)
+    assert request.drafts.spec_token_ids == ()
+    request.drafts.spec_token_ids = (5, 6)
     engine.step()
-    assert request.spec_token_ids == (), "a step without new ones takes the old ones away"
+    assert request.drafts.spec_token_ids == (), "a step without new ones takes the old ones away"

@@ -8,7 +8,8 @@ from pdserve_common.engine_types import DraftStats, FinishReason
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core import drafts as core_drafts
 from pdserve_engine.core.step_plan import DECODE, StepPlan
-from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.progress import ScheduledTokens
+from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
@@ -75,7 +76,8 @@ def test_tokens_count_up_to_the_first_that_differs_from_its_draft(index: int) ->
     engine.step()
     assert len(engine.tokens("a")) == 1 + index + 1
     (request,) = engine.scheduler.running
-    assert request.num_computed_tokens == request.num_finished_tokens == request.num_tokens - 1
+    progress = request.progress
+    assert progress.num_computed_tokens == progress.num_finished_tokens == request.num_tokens - 1
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 20)
     engine.assert_idle()
@@ -195,8 +197,9 @@ def test_a_step_that_failed_leaves_no_trace_of_its_drafts() -> None:
     while faults:
         engine.step()
     for request in engine.scheduler.requests.values():
-        assert not request.is_length_open
-        assert request.num_computed_tokens == request.num_output_placeholders == 0
+        progress = request.progress
+        assert not progress.is_length_open
+        assert progress.num_computed_tokens == progress.num_output_placeholders == 0
     engine.run()
     for name in ("a", "b"):
         assert engine.tokens(name) == expected([ord(name)] * 6, 12)

@@ -53,7 +53,7 @@ class World:
 
     def unfinished(self) -> Iterator[Request]:
         for request in self.requests:
-            if request.num_computed_tokens < request.num_prompt_tokens:
+            if request.progress.num_computed_tokens < request.num_prompt_tokens:
                 yield request
 
     def step(self) -> None:
@@ -65,8 +65,8 @@ class World:
             if len(plan) > 1 and self.random.random() < 0.1:
                 self.preempt(plan)
             most = self.random.choice([1, 2, 5, 30])
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            start = request.num_computed_tokens
+            left = request.num_prompt_tokens - request.progress.num_computed_tokens
+            start = request.progress.num_computed_tokens
             num_tokens = self.manager.num_fitting(request, start, min(most, left))
             if num_tokens:
                 self.manager.allocate(request, start, num_tokens)
@@ -82,19 +82,22 @@ class World:
         self.num_made += len(made)
         assert sum(LENGTHS[sign] for sign in self.runner) <= self.cache_size
         for request, num_tokens in plan.items():
-            end = request.num_computed_tokens + num_tokens
+            start = request.progress.num_computed_tokens
+            end = start + num_tokens
             for feature in request.mm_features:
                 is_needed = feature.position < end
-                is_needed &= feature.position + feature.length > request.num_computed_tokens
+                is_needed &= (
+                    feature.position + feature.length > request.progress.num_computed_tokens
+                )
                 assert not is_needed or feature.identifier in self.runner
-            request.num_computed_tokens = end
+            request.progress.found(end)
         self.manager.free_computed()
 
     def preempt(self, plan: dict[Request, int]) -> None:
         victim = self.random.choice(list(plan))
         del plan[victim]
         self.manager.free(victim)
-        victim.num_computed_tokens = 0
+        victim.progress.preempted()
 
     def fail(self, forgotten: tuple[str, ...], made: dict[str, bytes]) -> None:
         """The step raises, after the runner has made some of its pictures, or before anything."""
@@ -103,8 +106,8 @@ class World:
             self.runner |= set(list(made)[:1])
         for request in self.requests:
             self.manager.free(request)
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                request.num_computed_tokens = 0
+            if request.progress.num_computed_tokens < request.num_prompt_tokens:
+                request.progress.preempted()
         self.manager.discard(
             SchedulerOutput(
                 scheduled_new_reqs=[],
@@ -138,7 +141,7 @@ def test_a_picture_is_kept_until_others_need_its_room() -> None:
     for request, expected in ((first, {"c"}), (second, {"d"}), (make_request("3", "e"), {"e"})):
         assert manager.num_fitting(request, 0, request.num_prompt_tokens)
         manager.allocate(request, 0, request.num_prompt_tokens)
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.progress.found(request.num_prompt_tokens)
         forgotten, made = manager.take_step()
         manager.free_computed()
         assert made.keys() == expected
@@ -150,7 +153,7 @@ def test_a_chunk_ends_before_a_picture_that_there_is_no_room_for(start: int, exp
     manager = EncoderCacheManager(6)
     other = make_request("other", "c.")
     manager.allocate(other, 0, 2)
-    other.num_computed_tokens = 2
+    other.progress.found(2)
     manager.free_computed()  # not all of its tokens
     assert manager.num_fitting(make_request("r", "..d.."), start, 2 + 4 + 2 - start) == expected
 

@@ -160,7 +160,7 @@ def preempt_each_once(engine: WorkerEngine) -> None:
 
     def preempt_and_schedule() -> SchedulerOutput:
         for request in list(scheduler.running):
-            is_due = request.num_output_tokens >= 3 and not request.needs_remote_kv
+            is_due = request.num_output_tokens >= 3 and not request.handoff.needs_remote_kv
             if is_due and request.request_id not in preempted:
                 preempted.add(request.request_id)
                 scheduler.places.preempt(request)

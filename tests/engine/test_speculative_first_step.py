@@ -239,8 +239,9 @@ def test_the_first_step_of_a_lost_request_is_rolled_back(
     assert output.kv_lost is not None
     assert (output.new_token_ids, output.first_token_index) == ((), 0)
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert request.num_computed_tokens == request.num_output_placeholders == 0
-    assert request.held_result is request.first_scheduled_time is None
+    progress = request.progress
+    assert progress.num_computed_tokens == progress.num_output_placeholders == 0
+    assert request.handoff.held_result is request.first_scheduled_time is None
     assert list(request.all_token_ids) == PROMPT
     assert engine.pool.num_cached_blocks == 0
     assert engine.kv.num_blocks_of("a") >= 4, "it holds them until its router has decided"
@@ -266,7 +267,7 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
     for _ in range(4):
         engine.step()
     assert "a" not in engine.outputs
-    assert engine.scheduler.requests["a"].num_in_flight_tokens == 0
+    assert engine.scheduler.requests["a"].progress.num_in_flight_tokens == 0
     engine.rank.on_step = lambda step: None
     engine.consumer.accept("a")
     engine.run()
@@ -323,7 +324,7 @@ def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
     engine.step()
     engine.step()
     request = engine.scheduler.requests["a"]
-    assert request.num_in_flight_tokens == 1, "it has no result yet"
+    assert request.progress.num_in_flight_tokens == 1, "it has no result yet"
     if end == "abort":
         abort(engine)
     elif end == "supersede":
@@ -334,7 +335,7 @@ def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
     assert engine.pool.num_free_blocks <= engine.pool.num_blocks - 4, "the step still uses them"
     is_open.set()
     engine.run()
-    assert request.held_result is None
+    assert request.handoff.held_result is None
     assert engine.tokens("a") == (expected(PROMPT, 4) if end in ("accept", "supersede") else [])
     if end == "lose":
         abort(engine)

@@ -310,7 +310,8 @@ def next_drafts(request: Request, num: int) -> list[int]:
 
 def check_places(scheduler: Scheduler) -> None:
     """Each request that has not ended is in one container, which its place and status say; those
-    that wait for a turn, a source, a D or a grammar hold no blocks.
+    that wait for a turn, a source, a D or a grammar hold no blocks. All compute their own tokens in
+    their own blocks.
     """
     places = [place for place in vars(scheduler.places).values() if isinstance(place, Place)]
     found = [request for place in places for request in place]
@@ -319,10 +320,16 @@ def check_places(scheduler: Scheduler) -> None:
     for place in places:
         assert all(r.place is place and r.status in place.statuses for r in place)
     with_blocks = {r for r in found if scheduler.kv.num_blocks_of(r.request_id)}
-    assert all(bool(r.num_slots) == (r in with_blocks) for r in found)
+    assert all(bool(r.progress.num_slots) == (r in with_blocks) for r in found)
     here = scheduler.places
     for place in (here.waiting, here.forks, here.remote_decodes, here.waiting_for_fsm):
         assert with_blocks.isdisjoint(place)
+    for request in found:
+        progress = request.progress
+        num_tokens = request.num_tokens + progress.num_output_placeholders
+        assert 0 <= progress.num_computed_tokens <= min(num_tokens, progress.num_slots)
+        # A first step that was rolled back may be in flight.
+        assert progress.num_finished_tokens >= 0 or request in here.remote_prefills
     num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in found)
     assert scheduler.places.num_preempted == num_preempted
 

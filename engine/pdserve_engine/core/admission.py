@@ -28,7 +28,7 @@ class Admission:
         if not request.is_probe:
             return self._places.seats.num_free > 0
         # A pull has its seat with its blocks.
-        return request.num_slots > 0 or self.num_free_probe_seats() > 0
+        return request.progress.num_slots > 0 or self.num_free_probe_seats() > 0
 
     def num_free_probe_seats(self) -> int:
         """Of those that only probes may have: they take them with their blocks."""

@@ -57,7 +57,7 @@ class DraftPrefills:
         """Return how many drafts the next step may have, after one token of this one."""
         if request.sampling_params.logits_processors:
             return 0
-        num_tokens = request.num_output_tokens + request.num_output_placeholders
+        num_tokens = request.num_output_tokens + request.progress.num_output_placeholders
         # The next step brings one token more than there are drafts.
         room = request.output_limit - num_tokens - 2
         asked = request.sampling_params.max_draft_tokens

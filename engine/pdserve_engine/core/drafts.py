@@ -7,7 +7,8 @@ from pdserve_common.engine_types import DraftStats
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.progress import ScheduledTokens
+from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import ModelRunnerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft, Proposer
@@ -81,9 +82,10 @@ class Drafts:
 
     def _limit(self, request: Request, plan: StepPlan) -> int:
         """Return how many drafts the request may have."""
+        progress = request.progress
         is_decode = plan.scheduled[request].num_sampled_tokens > 0
         # Its last token is not known yet, or its grammar takes its time.
-        is_open = request.num_output_placeholders > 0 or request.is_length_open
+        is_open = progress.num_output_placeholders > 0 or progress.is_length_open
         # A processor is foreign code, which is shown no token that does not count.
         if not is_decode or is_open or request.sampling_params.logits_processors:
             return 0
@@ -95,7 +97,7 @@ class Drafts:
     def _add(self, request: Request, draft: Draft, plan: StepPlan) -> None:
         target = request.num_tokens + len(draft.token_ids)
         new_block_ids = None
-        if target > request.num_slots:
+        if target > request.progress.num_slots:
             new_block_ids = self._allocate(request, target, plan)
             if new_block_ids is None:
                 return
@@ -108,7 +110,4 @@ class Drafts:
         num_spare = self._kv.num_groups * (len(plan.scheduled) + 1)
         if self._kv.block_pool.num_free_blocks <= num_spare:
             return None
-        block_ids = self._kv.allocate_slots(request, target)
-        if block_ids is not None:
-            request.num_slots = self._kv.blocks_for(target) * self._kv.block_size
-        return block_ids
+        return self._kv.allocate_slots(request, target)

@@ -167,8 +167,9 @@ def _is_within(request: Request, name: str) -> bool:
     """Has it computed some tokens of the picture, and not all? Those further on in the prompt, also
     of the same picture, hold nothing: two requests could wait for each other.
     """
+    num_computed = request.progress.num_computed_tokens
     return any(
         feature.identifier == name
-        and feature.position < request.num_computed_tokens < feature.position + feature.length
+        and feature.position < num_computed < feature.position + feature.length
         for feature in request.mm_features
     )

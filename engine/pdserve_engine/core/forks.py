@@ -47,8 +47,8 @@ class Forks(Place):
         """Let the fork hold the full blocks of the source's prompt; False if there are none."""
         # The last token is computed once more, for its logits.
         num_shared = self._kv.fork(source, fork, source.num_prompt_tokens - 1)
-        fork.num_computed_tokens = fork.num_slots = num_shared
         if num_shared:
+            fork.progress.found(num_shared)
             fork.num_cached_tokens = num_shared
         return num_shared > 0
 

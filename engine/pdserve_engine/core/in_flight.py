@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.progress import ScheduledTokens
+from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 
@@ -43,10 +44,7 @@ class InFlight:
         self.finished_req_ids.clear()
         self.preempted_req_ids.clear()
         for request, scheduled in plan.scheduled.items():
-            num_tokens = scheduled.num_tokens
-            request.num_computed_tokens += num_tokens
-            request.num_in_flight_tokens += num_tokens
-            request.num_output_placeholders += scheduled.num_sampled_tokens
+            request.progress.started(scheduled)
         self._encoder_cache.free_computed()
         self._steps.append(plan.scheduled)
         self._num_planned += 1
@@ -56,7 +54,7 @@ class InFlight:
         """Return the oldest step, which is over. Then apply its results, then free_deferred."""
         step = self._steps.popleft()
         for request, scheduled in step.items():
-            request.num_in_flight_tokens -= scheduled.num_tokens
+            request.progress.computed(scheduled.num_tokens)
         return step
 
     def discard(self, steps: Iterable[SchedulerOutput]) -> list[Request]:
@@ -65,7 +63,7 @@ class InFlight:
         """
         oldest = list(self._steps[0])
         for request in itertools.chain.from_iterable(self._steps):
-            request.num_in_flight_tokens = 0
+            request.progress.discarded()
         self._steps.clear()
         self.free_deferred()
         for step in steps:  # the model runner may not have got so far
@@ -76,7 +74,7 @@ class InFlight:
 
     def free(self, request: Request, block_ids: list[int]) -> None:
         """Free the blocks of an ended request as soon as no step in flight uses them."""
-        if request.num_in_flight_tokens:
+        if request.progress.num_in_flight_tokens:
             self._deferred_block_ids.append((self._num_planned, block_ids))
         else:
             self._kv.free_block_ids(block_ids)

@@ -62,19 +62,22 @@ class KVEvents:
 
     def rollback_first_step(self, request: Request) -> None:
         """D: undo the request's first step, if it has begun. The request keeps its blocks."""
-        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.progress.rolled_back()
         if request in self._places.remote_prefills:
             return
         request.leave()
         self._in_flight.preempted_req_ids.add(request.request_id)
-        request.held_result = request.first_scheduled_time = None
+        request.handoff.hold(None)
+        request.first_scheduled_time = None
         self._places.remote_prefills.wait(request)
 
     def queue_landed(self, request: Request) -> None:
         """D: let a request start whose KV has landed, unless that or its grammar is not here."""
-        if request.num_computed_tokens and request.is_grammar_ready:
-            self._places.remote_prefills.land(request)
-            self._places.kv_ready.add(request)
+        places = self._places
+        is_here = request.progress.num_computed_tokens > 0
+        if is_here and places.waiting_for_fsm.has_grammar(request):
+            places.remote_prefills.land(request)
+            places.kv_ready.add(request)
 
     def _apply(self, event: KVEvent) -> None:
         if isinstance(event, BlocksFreed):
@@ -109,33 +112,31 @@ class KVEvents:
                 self._results.finish(request, status, event.error)
 
     def _land(self, request: Request, event: BlocksLanded) -> None:
-        request.kv_ready_time = event.landed_time
+        request.handoff.landed(event.landed_time, event.output_token_ids)
         request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED, event.landed_time)
-        request.pulled_token_ids = event.output_token_ids
         self._queue_first_step(request)
 
     def _queue_first_step(self, request: Request) -> None:
         """D: all KV has landed: queue the first step after P's tokens, unless they are the last."""
-        request.num_output_placeholders = len(request.pulled_token_ids)
+        request.progress.pulled(len(request.handoff.pulled_token_ids))
         if request.is_output_complete:
             return
-        request.num_computed_tokens = request.num_tokens
+        request.progress.found(request.num_tokens)
         self.queue_landed(request)
 
     def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
         """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
-        request.kv_transfer_stats = stats
-        request.is_kv_loaded = True
+        request.handoff.accepted(stats)
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self._kv.cache_blocks(request, request.num_tokens)
         self._results.release_forks(request)
-        if request in self._places.remote_prefills and not request.num_computed_tokens:
+        if request in self._places.remote_prefills and not request.progress.num_computed_tokens:
             self._queue_first_step(request)
         self._results.apply_pulled_tokens(request)
-        held = request.held_result
+        held = request.handoff.held_result
         if held is not None and not request.status.is_finished:
             self._results.apply_step(request, held.scheduled, held.token_ids, held.result)
-        request.held_result = None
+        request.handoff.hold(None)
 
     def _lose_pull(self, request: Request, lost: KVLost) -> None:
         """D: the rest will not come: wait for the router's decision, and tell it what is here."""

@@ -103,11 +103,10 @@ class Places:
         """A running request gives its blocks up and waits, before those that have not begun."""
         self.running.remove_request(request)
         self.remote_decodes.fence(request)  # before its blocks are free (rule K3)
+        request.progress.preempted()
         self._kv.free(request)
         self._encoder_cache.free(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
-        request.is_length_open = False
         self.num_preempted += 1
         self.num_preemptions += 1
         self._in_flight.preempted_req_ids.add(request.request_id)

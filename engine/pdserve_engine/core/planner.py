@@ -120,7 +120,7 @@ class Planner:
                 return
             if not request.can_continue:  # it may have been preempted in this step
                 continue
-            if is_pipelined and request.num_output_placeholders:
+            if is_pipelined and request.progress.num_output_placeholders:
                 continue  # the first stage is told of a token only when it has come back
             if request not in plan.scheduled:  # else it is a probe
                 self._continue_running(request, plan)
@@ -140,9 +140,9 @@ class Planner:
                 return
             if is_probe and not request.is_probe:
                 return
-            start = request.num_computed_tokens
+            start = request.progress.num_computed_tokens
             num_tokens = self._chunk(request, start, request.num_uncomputed_tokens, plan)
-            if not num_tokens or self._allocate(request, start + num_tokens) is None:
+            if not num_tokens or self._kv.allocate_slots(request, start + num_tokens) is None:
                 return
             self._start_running(request, num_tokens, plan)
 
@@ -198,24 +198,26 @@ class Planner:
     # ---- one request
 
     def _continue_running(self, request: Request, plan: StepPlan) -> None:
-        num_tokens, start = request.num_uncomputed_tokens, request.num_computed_tokens
-        if num_tokens > 1 or request.mm_features:
-            num_tokens = self._chunk(request, start, num_tokens, plan)
+        progress = request.progress
+        start = progress.num_computed_tokens
+        num_left = num_tokens = request.num_uncomputed_tokens
+        if num_left > 1 or request.mm_features:
+            num_tokens = self._chunk(request, start, num_left, plan)
             if not num_tokens:
                 return
         target = start + num_tokens
         new_block_ids = None
-        if target > request.num_slots:
+        if target > progress.num_slots:
             new_block_ids = self._allocate_or_preempt(request, target, plan)
             if new_block_ids is None:
                 return
-        self._take(request, num_tokens, plan)
+        self._take(request, num_tokens, num_left, plan)
         plan.cached_reqs[request] = new_block_ids
 
-    def _take(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+    def _take(self, request: Request, num_tokens: int, num_left: int, plan: StepPlan) -> None:
         if request.mm_features:
-            self._encoder_cache.allocate(request, request.num_computed_tokens, num_tokens)
-        plan.take(request, num_tokens)
+            self._encoder_cache.allocate(request, request.progress.num_computed_tokens, num_tokens)
+        plan.take(request, num_tokens, num_left)
 
     def _chunk(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
         """Return how many of `num_tokens` tokens from `start` on the step may compute; 0 if there
@@ -245,16 +247,15 @@ class Planner:
         # evict each other.
         if not self._admission.can_allocate(request, blocks, plan):
             return _Outcome.NO_ROOM
-        if self._allocate(request, num_hit_tokens + num_tokens, blocks) is None:
+        if self._kv.allocate_slots(request, num_hit_tokens + num_tokens, blocks) is None:
             return _Outcome.NO_ROOM
         if not self._places.remote_decodes.may_start(request):
             self._kv.free(request)
-            request.num_slots = 0
             return _Outcome.NO_ROOM
         if plan.num_reserved_blocks is not None:
             plan.num_reserved_blocks += self._admission.num_missing_blocks(request)
         self._kv.record_lookup(request, num_hit_tokens)
-        request.num_computed_tokens = num_hit_tokens
+        request.progress.found(num_hit_tokens)
         self._start_running(request, num_tokens, plan)
         self._places.remote_decodes.start(request)
         return _Outcome.ADMITTED
@@ -269,17 +270,17 @@ class Planner:
             request.first_scheduled_time = self._clock()
         request.record_event(EngineCoreEventType.SCHEDULED)
         self._places.start(request)
-        self._take(request, num_tokens, plan)
+        self._take(request, num_tokens, request.num_uncomputed_tokens, plan)
         plan.new_reqs.append(
             NewRequestData(
                 request_id=request.request_id,
-                all_token_ids=(*request.all_token_ids, *request.pulled_token_ids),
+                all_token_ids=(*request.all_token_ids, *request.handoff.pulled_token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
                 seed=request.seed,
                 eos_token_id=request.core_request.eos_token_id,
                 block_ids=self._kv.get_block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
+                num_computed_tokens=request.progress.num_computed_tokens,
                 grammar=request.grammar,
                 adapter=request.adapter,
                 pooling_params=request.pooling_params,
@@ -289,15 +290,6 @@ class Planner:
 
     # ---- its blocks
 
-    def _allocate(
-        self, request: Request, target: int, blocks: ComputedBlocks = ()
-    ) -> tuple[list[int], ...] | None:
-        """Make room for the first `target` tokens; None if the pool has too few blocks."""
-        block_ids = self._kv.allocate_slots(request, target, blocks)
-        if block_ids is not None:
-            request.num_slots = self._kv.blocks_for(target) * self._kv.block_size
-        return block_ids
-
     def _allocate_or_preempt(
         self, request: Request, target: int, plan: StepPlan
     ) -> tuple[list[int], ...] | None:
@@ -305,7 +297,7 @@ class Planner:
         requests if need be. None: the request itself had to give way, or nothing may be taken yet.
         """
         while True:
-            block_ids = self._allocate(request, target)
+            block_ids = self._kv.allocate_slots(request, target)
             if block_ids is not None:
                 return block_ids
             if self._places.remote_prefills.reclaim():
@@ -322,5 +314,5 @@ class Planner:
 
     def _choose_victim(self) -> Request:
         # None whose first step is speculative: rolled back, it still keeps its blocks.
-        victims = [r for r in self._places.running if not r.needs_remote_kv]
+        victims = [r for r in self._places.running if not r.handoff.needs_remote_kv]
         return max(victims) if self._config.scheduling_policy == "priority" else victims[-1]

@@ -77,7 +77,6 @@ class PrefixPulls(Place):
         if not self._kv.can_allocate(num_tokens, blocks, num_spare=find_num_spare()):
             return False
         self._kv.allocate_slots(request, num_tokens, blocks, num_remote_tokens=num_tokens)
-        request.num_slots = num_tokens
         request.entered(self)
         block_ids = self._kv.get_block_ids(request.request_id)
         timeout_s = self.port.fetch(request, block_ids, num_tokens, num_hit_tokens)
@@ -117,7 +116,6 @@ class PrefixPulls(Place):
         kept = self.request_finished(request)
         taken = [block.block_id for block in self._kv.take(request)]
         self._kv.free_block_ids([block_id for block_id in taken if block_id not in kept])
-        request.num_slots = 0
         self.remove_request(request)
 
     def _has_share_left(self, num_tokens: int) -> bool:

@@ -73,17 +73,17 @@ class _Waits:
         self._full.set(self._unanswered.since if is_full else None, at)
 
     def queue(self, request: Request, at: float) -> None:
-        request.held_up_before_s = self._full.total_s(at)
+        request.handoff.held_up_before_s = self._full.total_s(at)
 
     def ask(self, request: Request, at: float) -> None:
-        behind_s = self._full.total_s(at) - request.held_up_before_s
-        request.held_up_before_s = self._unanswered.total_s(at) - behind_s
+        behind_s = self._full.total_s(at) - request.handoff.held_up_before_s
+        request.handoff.held_up_before_s = self._unanswered.total_s(at) - behind_s
 
     def take_back(self, request: Request, at: float) -> None:
-        request.held_up_before_s = self._full.total_s(at) - self.of_asked_s(request, at)
+        request.handoff.held_up_before_s = self._full.total_s(at) - self.of_asked_s(request, at)
 
     def of_asked_s(self, request: Request, at: float) -> float:
-        return self._unanswered.total_s(at) - request.held_up_before_s
+        return self._unanswered.total_s(at) - request.handoff.held_up_before_s
 
 
 class _Ahead:
@@ -211,7 +211,7 @@ class RemoteDecodes(Place):
         """Tell D of blocks that are whole; the step that wrote them is over (rule K2)."""
         if request.do_remote_decode:
             block_ids = self._kv.get_block_ids(request.request_id)
-            self.port.on_blocks_computed(request, request.num_finished_tokens, block_ids)
+            self.port.on_blocks_computed(request, request.progress.num_finished_tokens, block_ids)
 
     def fence(self, request: Request) -> None:
         """The request is about to lose its blocks (rule K3)."""
@@ -312,7 +312,7 @@ class RemoteDecodes(Place):
         self._waiting.add_request(request)
         if request.first_scheduled_time is None:  # else it was preempted
             held_up_s = self._waits[_engine_id(request)].of_asked_s(request, granted_time)
-            request.decode_queue_s = max(0.0, held_up_s)
+            request.handoff.decode_queue_s = max(0.0, held_up_s)
         self._granted.add(request)
         # P may have been in the midst of a step: that was no wait for D.
         self._watch(_engine_id(request), granted_time)

@@ -85,7 +85,7 @@ class RemotePrefills(Place):
 
     def with_blocks(self) -> Iterator[Request]:
         """Those that own blocks: granted, being pulled, or lost and on hold."""
-        return (request for request in self._requests if request.num_slots)
+        return (request for request in self._requests if request.progress.num_slots)
 
     def come_before(self, waiting_since: float) -> bool:
         """Must a local request that has waited since then leave its blocks to an overdue claim?"""
@@ -213,7 +213,6 @@ class RemotePrefills(Place):
         added = self._kv.allocate_slots(request, num_tokens, blocks, num_remote_tokens=num_tokens)
         if added is None:
             return False
-        request.num_slots = self._kv.blocks_for(num_tokens) * self._kv.block_size
         block_ids = self._kv.get_block_ids(request.request_id)
         if self.port.grant(request, block_ids, num_hit_tokens):
             self._seats.promise(request)
@@ -237,4 +236,3 @@ class RemotePrefills(Place):
     def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:
         taken = [block.block_id for block in self._kv.take(request)]
         self._kv.free_block_ids([block_id for block_id in taken if block_id not in kept])
-        request.num_slots = 0

@@ -10,7 +10,8 @@ from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.places import Places
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.outputs import Outputs
-from pdserve_engine.request.request import Request, RequestStatus, ScheduledTokens
+from pdserve_engine.request.progress import ScheduledTokens
+from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput
 from pdserve_engine.request.stop import check_stop
 
@@ -45,16 +46,17 @@ class Results:
         if request.pooling_params is not None:
             self._apply_pooled(request, scheduled, result)
             return
-        start = request.num_finished_tokens - scheduled.num_tokens
+        start = request.progress.num_finished_tokens - scheduled.num_tokens
         num_before = request.num_tokens
         status: RequestStatus | None = RequestStatus.FINISHED_ERROR
-        _count_chunk(request)
+        request.count_chunk()
         request.error = _error_of(request, result)
         if request.error is None:
             status = _append_tokens(request, token_ids)
         num_new = request.num_tokens - num_before
-        request.spec_token_ids = result.draft_token_ids.get(request.request_id, ())
-        request.forced_token_ids = result.forced_token_ids.get(request.request_id, ())
+        drafts = request.drafts
+        drafts.spec_token_ids = result.draft_token_ids.get(request.request_id, ())
+        drafts.forced_token_ids = result.forced_token_ids.get(request.request_id, ())
         if scheduled.num_sampled_tokens:
             self._settle_length(request, scheduled, num_new)
         if scheduled.draft_source is not None:
@@ -64,7 +66,7 @@ class Results:
                 # Of tokens that count the last is no draft, unless an end came before it.
                 num_accepted_tokens=max(0, min(num_new, len(token_ids) - 1)),
             )
-            request.draft_stats.append(stats)
+            drafts.stats.append(stats)
             self._on_draft(request, stats)
         self._settle_blocks(request, result)
         self._emit_result(request, status, num_new, result, start)
@@ -73,8 +75,9 @@ class Results:
         self, request: Request, scheduled: ScheduledTokens, result: ModelRunnerOutput
     ) -> None:
         """The end of a prompt that is pooled is the request's, and its answer is all there is."""
-        request.num_output_placeholders -= scheduled.num_sampled_tokens
-        request.num_prefill_chunks += 1
+        if num_sampled := scheduled.num_sampled_tokens:
+            request.progress.sampled(num_sampled, num_sampled)
+        request.count_chunk()
         request.error = _error_of(request, result)
         self._settle_blocks(request, result)
         answer = result.pooler_outputs.get(request.request_id)
@@ -88,13 +91,13 @@ class Results:
         """As `apply_step`, in a fraction of the time, of a decode that has brought a token and
         nothing else, whose request nobody waits for: no fork, no other worker, no other suspect.
         """
-        _count_chunk(request)
+        progress, drafts = request.progress, request.drafts
+        request.count_chunk()
         request.append_output_token_ids((token_id,))
-        request.num_output_placeholders -= 1
-        request.is_length_open = False
-        request.spec_token_ids = request.forced_token_ids = ()
+        progress.sampled(1, 1)
+        drafts.spec_token_ids = drafts.forced_token_ids = ()
         status = check_stop(request)
-        num_finished = request.num_finished_tokens
+        num_finished = progress.num_finished_tokens
         if num_finished % self._kv.block_size == 0:
             self._kv.cache_blocks(request, num_finished)
         self._kv.remove_skipped_blocks(request, num_finished)
@@ -105,8 +108,8 @@ class Results:
 
     def apply_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
-        pulled, request.pulled_token_ids = request.pulled_token_ids, ()
-        request.num_output_placeholders -= len(pulled)
+        pulled = request.handoff.take_pulled_token_ids()
+        request.progress.sampled(len(pulled), len(pulled))
         status = _append_tokens(request, pulled)
         if status is not None:
             self.finish(request, status)
@@ -138,24 +141,19 @@ class Results:
             self._kv.forget_blocks(request)
         else:
             self._share_blocks(request)
-        self._kv.remove_skipped_blocks(request, request.num_finished_tokens)
+        self._kv.remove_skipped_blocks(request, request.progress.num_finished_tokens)
 
     def _share_blocks(self, request: Request) -> None:
         """What is computed may be had by others."""
-        self._kv.cache_blocks(request, request.num_finished_tokens)
+        self._kv.cache_blocks(request, request.progress.num_finished_tokens)
         self._places.remote_decodes.announce(request)
         if request.is_prompt_computed:
             self.release_forks(request)
 
     def _settle_length(self, request: Request, scheduled: ScheduledTokens, num_new: int) -> None:
-        """A step that was to bring tokens has brought `num_new`. What it computed behind them, of
-        refused drafts, counts as not computed. If it has brought none, its grammar was late: its
-        last token is computed again, also by a step that was planned before this was known.
-        """
-        request.num_output_placeholders -= scheduled.num_sampled_tokens
+        """A step that was to bring tokens has brought `num_new`; none if its grammar was late."""
         num_kept = 1 if request.error is not None else num_new
-        request.num_computed_tokens -= scheduled.num_sampled_tokens - num_kept
-        request.is_length_open = num_kept == 0
+        request.progress.sampled(scheduled.num_sampled_tokens, num_kept)
         self._places.num_late_masks += num_kept == 0
 
     def _emit_result(
@@ -191,12 +189,6 @@ class Results:
             prompt_logprobs=prompt_logprobs,
             num_nans=result.num_nans_in_logits.get(request.request_id, 0),
         )
-
-
-def _count_chunk(request: Request) -> None:
-    """A step is over: before the first token here it computed some of the prompt."""
-    if request.num_tokens == request.num_prompt_tokens + request.num_resumed_tokens:
-        request.num_prefill_chunks += 1
 
 
 def _error_of(request: Request, result: ModelRunnerOutput) -> EngineError | None:

@@ -55,8 +55,9 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.deadlines import Deadlines
+from pdserve_engine.request.handoff import HeldResult
 from pdserve_engine.request.outputs import ClientOutputs, Outputs
-from pdserve_engine.request.request import HeldResult, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.proposer import Proposer
 
@@ -208,7 +209,9 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
         # After a speculative first step it waits as well.
-        if self.places.kv_ready or not all(request.needs_remote_kv for request in self.running):
+        if self.places.kv_ready or not all(
+            request.handoff.needs_remote_kv for request in self.running
+        ):
             return True
         if self.pause_state is PauseState.UNPAUSED:
             return len(self.waiting) > 0 or self._draft_prefills.has_any()
@@ -333,8 +336,8 @@ class Scheduler:
                 continue
             request_id = request.request_id
             token_ids = sampled.get(request_id, ())
-            if request.needs_remote_kv:
-                request.held_result = HeldResult(scheduled, token_ids, result, self._clock())
+            if request.handoff.needs_remote_kv:
+                request.handoff.hold(HeldResult(scheduled, token_ids, result, self._clock()))
             elif (
                 scheduled is not DECODE
                 or len(token_ids) != 1
@@ -356,10 +359,10 @@ class Scheduler:
         failed = self.in_flight.discard(steps)
         # A speculative first step is only rolled back: its release may still be acknowledged.
         suspects = [
-            r for r in failed if r.status is RequestStatus.RUNNING and not r.needs_remote_kv
+            r for r in failed if r.status is RequestStatus.RUNNING and not r.handoff.needs_remote_kv
         ]
         for request in reversed(list(self.running)):
-            if request.needs_remote_kv:
+            if request.handoff.needs_remote_kv:
                 self._kv_events.rollback_first_step(request)
             else:
                 self.places.preempt(request)
@@ -437,7 +440,7 @@ class Scheduler:
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
         elif is_ticket:
             return
-        elif request.is_grammar_ready:
+        elif self.places.waiting_for_fsm.has_grammar(request):
             self._queue(request)
         else:
             self.places.waiting_for_fsm.add(request)

@@ -135,7 +135,7 @@ class Seats:
 
     def _steps_to_end(self, request: Request) -> int:
         """At most; a prompt that is not computed yet takes steps as well."""
-        num_known = request.num_output_tokens + request.num_output_placeholders
+        num_known = request.num_output_tokens + request.progress.num_output_placeholders
         num_chunks = request.num_uncomputed_tokens // self._config.max_num_batched_tokens
         return max(0, request.output_limit - num_known + num_chunks)
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from pdserve_engine.core.encoder_cache_manager import EncoderStep
-from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.progress import ScheduledTokens
+from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
     DraftPrefill,
@@ -50,10 +51,10 @@ class StepPlan:
         """May requests join the batch? Not if somebody has just given way for room."""
         return self.token_budget > 0 and not (self.has_preempted or self.needs_drain)
 
-    def take(self, request: Request, num_tokens: int) -> None:
-        """The request computes its next `num_tokens` tokens."""
+    def take(self, request: Request, num_tokens: int, num_left: int) -> None:
+        """The request computes its next `num_tokens` tokens, of `num_left`."""
         self.token_budget -= num_tokens
-        if num_tokens < request.num_uncomputed_tokens:
+        if num_tokens < num_left:
             self.scheduled[request] = ScheduledTokens(num_tokens, 0)
             self.num_partial_prefills += 1
         else:
@@ -80,7 +81,6 @@ class StepPlan:
         )
         self.drafts[request] = tuple(draft.token_ids)
         self.token_budget -= num_drafts
-        request.is_length_open = True
         earlier = self.cached_reqs[request]
         if earlier is not None and new_block_ids is not None:
             new_block_ids = tuple(a + b for a, b in zip(earlier, new_block_ids, strict=True))
@@ -101,7 +101,9 @@ class StepPlan:
             scheduled_cached_reqs=CachedRequestData(
                 request_ids=[request.request_id for request in self.cached_reqs],
                 new_block_ids=list(self.cached_reqs.values()),
-                num_computed_tokens=[request.num_computed_tokens for request in self.cached_reqs],
+                num_computed_tokens=[
+                    request.progress.num_computed_tokens for request in self.cached_reqs
+                ],
                 new_token_ids=self._new_token_ids() if self.tells_tokens else [],
             ),
             num_scheduled_tokens=num_scheduled_tokens,
@@ -120,7 +122,9 @@ class StepPlan:
         """Return, of each request that the runner knows, the output tokens that it computes."""
         return [
             tuple(
-                request.all_token_ids[max(request.num_computed_tokens, request.num_prompt_tokens) :]
+                request.all_token_ids[
+                    max(request.progress.num_computed_tokens, request.num_prompt_tokens) :
+                ]
             )
             for request in self.cached_reqs
         ]

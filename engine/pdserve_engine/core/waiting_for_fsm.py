@@ -59,12 +59,15 @@ class WaitingForFSM(Place):
         except Exception as error:  # its text is a client's: it costs no one else
             defects.record("grammar", error, f"request {request.request_id}")
             return RequestFailedError(f"the grammar compiler failed: {error!r}")
-        request.is_grammar_ready = False
         if future.done():
             return _apply(request, future)
         self._compiling[request] = future
         future.add_done_callback(lambda _: self._wakeup())
         return None
+
+    def has_grammar(self, request: Request) -> bool:
+        """May it start, as far as its grammar goes, wherever it is?"""
+        return request not in self._compiling
 
     def add(self, request: Request) -> None:
         request.entered(self)
@@ -91,5 +94,4 @@ def _apply(request: Request, future: "Future[CompiledGrammar]") -> PdserveError 
         assert isinstance(error, PdserveError), error
         return error
     request.grammar = future.result()
-    request.is_grammar_ready = True
     return None

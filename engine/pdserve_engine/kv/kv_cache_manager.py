@@ -189,6 +189,7 @@ class KVCacheManager:
         shared = _BlockTables(blocks, skipped, min(tables.num_cached, length))
         self.block_pool.touch(shared.held())
         self._tables[request.request_id] = shared
+        request.progress.allocated(length * self.block_size)
         return length * self.block_size
 
     # ---- allocation
@@ -224,11 +225,15 @@ class KVCacheManager:
         if tables is not None:
             assert not any(computed), f"{request.request_id} holds blocks already"
             start = len(tables)
-            return _ids(tables, start) if self._extend(tables, length) else None
+            if not self._extend(tables, length):
+                return None
+            request.progress.allocated(len(tables) * self.block_size)
+            return _ids(tables, start)
         tables = self._first_tables(computed, num_remote_tokens)
         if not self._extend(tables, length, taken_over=tables.held()):
             return None
         self._tables[request.request_id] = tables
+        request.progress.allocated(len(tables) * self.block_size)
         if self.block_store is not None and computed and len(computed[0]):
             # The store may lack what it could not take at first.
             self.block_store.offer(request.block_hashes, computed[0], 0)
@@ -289,6 +294,7 @@ class KVCacheManager:
         """Forget the request but keep its blocks held: their new owner returns them with
         free_block_ids.
         """
+        request.progress.freed()
         tables = self._tables.pop(request.request_id, None)
         return tables.held() if tables is not None else []
 

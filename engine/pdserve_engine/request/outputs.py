@@ -50,12 +50,14 @@ class Outputs:
             more["kv_lost"] = kv_lost
         if request.events:
             more["events"] = request.take_events()
-        if request.draft_stats:
-            more["draft_stats"] = request.take_draft_stats()
+        if request.drafts.stats:
+            more["draft_stats"] = request.drafts.take_stats()
         if new_token_ids and first == request.num_resumed_tokens:
             more["prefill_stats"] = request.measure_prefill()
-        if new_token_ids and request.kv_transfer_stats is not None:
-            more["kv_transfer_stats"] = request.take_kv_transfer_stats()
+        if new_token_ids and request.handoff.kv_transfer_stats is not None:
+            more["kv_transfer_stats"] = request.handoff.take_kv_transfer_stats(
+                request.clock(), request.first_scheduled_time
+            )
         if request.status is not RequestStatus.RUNNING:
             more.update(_end_of(request))
         core_request = request.core_request

@@ -1,17 +1,13 @@
 """A request inside the engine: its tokens, its status and how far it is computed."""
 
-import dataclasses
 import enum
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from pdserve_common.engine_client import NO_TENSORS, Tensors
 from pdserve_common.engine_types import (
-    DraftSource,
-    DraftStats,
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreRequest,
@@ -19,14 +15,15 @@ from pdserve_common.engine_types import (
     FinishReason,
     Generate,
     KVTransferParams,
-    KVTransferStats,
     Pool,
     PrefillStats,
 )
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_engine.grammar.native import CompiledGrammar
-from pdserve_engine.request.sched_output import ModelRunnerOutput
+from pdserve_engine.request.drafts import RequestDrafts
+from pdserve_engine.request.handoff import Handoff
+from pdserve_engine.request.progress import RequestProgress
 
 # Of a request that is pooled: its answer is all that it brings.
 _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
@@ -62,27 +59,6 @@ _FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
-    """What a step computes of a request."""
-
-    num_tokens: int
-    # Output tokens that it samples behind them: none if it does not reach the last known token.
-    # With drafts at most so many.
-    num_sampled_tokens: int
-    # Of its drafts, if it has any: one less than the sampled tokens.
-    draft_source: DraftSource | None = None
-
-
-class HeldResult(NamedTuple):
-    """What a speculative first step brought; `token_ids` follow the computed ones."""
-
-    scheduled: ScheduledTokens
-    token_ids: tuple[int, ...]
-    result: ModelRunnerOutput
-    since: float
-
-
 class Place(Collection["Request"]):
     """A container of requests. From its arrival to its end a request is in exactly one, its
     `place`, which calls `entered` and `left`.
@@ -108,47 +84,34 @@ class Request:
         "block_hashes",
         "clock",
         "core_request",
-        "decode_queue_s",
         "do_remote_decode",
         "do_remote_prefill",
-        "draft_stats",
+        "drafts",
         "end_token_ids",
         "error",
         "events",
         "first_scheduled_time",
-        "forced_token_ids",
         "grammar",
-        "held_result",
-        "held_up_before_s",
-        "is_grammar_ready",
-        "is_kv_loaded",
-        "is_length_open",
+        "handoff",
         "is_probe",
-        "kv_ready_time",
-        "kv_transfer_stats",
         "max_tokens",
         "mm_features",
         "num_cached_tokens",
         "num_cached_when_queued",
-        "num_computed_tokens",
         "num_emitted_prompt_logprobs",
         "num_emitted_tokens",
-        "num_in_flight_tokens",
-        "num_output_placeholders",
         "num_prefill_chunks",
         "num_prompt_tokens",
         "num_resumed_tokens",
-        "num_slots",
         "output_limit",
         "place",
         "pooling_params",
         "prefill_stats",
-        "pulled_token_ids",
+        "progress",
         "queued_time",
         "request_id",
         "sampling_params",
         "seed",
-        "spec_token_ids",
         "status",
         "stop_reason",
         "tensors",
@@ -180,16 +143,10 @@ class Request:
         transfer = request.kv_transfer_params
         self.do_remote_decode = transfer is not None and transfer.do_remote_decode
         self.do_remote_prefill = transfer is not None and transfer.do_remote_prefill
+        self.handoff = Handoff(needs_remote_kv=self.do_remote_prefill)
         # What its output follows; none if it follows none, or while that is not ready.
         self.grammar: CompiledGrammar | None = None
-        self.is_grammar_ready = True
-        # Its next result may have fewer tokens than planned: it has drafts, or the last one had
-        # none, as its grammar had not got so far. Nothing is planned ahead of that.
-        self.is_length_open = False
-        # What may come behind the last token: by the draft model, and by the grammar, which leaves
-        # no choice but how its text is cut into tokens.
-        self.spec_token_ids: tuple[int, ...] = ()
-        self.forced_token_ids: tuple[int, ...] = ()
+        self.drafts = RequestDrafts()
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         # Output tokens that earlier attempts have brought.
@@ -207,41 +164,23 @@ class Request:
         self.place: Place | None = None
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
-        # Computed or being computed. Steps run behind their planning (async scheduling): of these,
-        # num_in_flight_tokens belong to steps whose results have not come in, and after the known
-        # tokens come num_output_placeholders that such steps will sample.
-        self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0
-        self.num_output_placeholders = 0
+        self.progress = RequestProgress()
         # Steps before its first token here.
         self.num_prefill_chunks = 0
-        # Tokens that the blocks it holds have room for.
-        self.num_slots = 0
         # Of the prompt, found in the local prefix cache at the first scheduling.
         self.num_cached_tokens = -1
         # The same when it was queued: a guess of what it will not have to compute.
         self.num_cached_when_queued = 0
-        # The pull is over; a later preemption computes the prompt again here.
-        self.is_kv_loaded = False
-        # What P has sampled, and what a step has brought, while the release is not acknowledged.
-        self.pulled_token_ids: tuple[int, ...] = ()
-        self.held_result: HeldResult | None = None
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = self.num_resumed_tokens
         # D's leg has them from P.
         self.num_emitted_prompt_logprobs = self.num_prompt_tokens if self.do_remote_prefill else 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
-        # Of drafts since the last output.
-        self.draft_stats: list[DraftStats] = []
         self.clock = clock
         self.queued_time = clock() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
         self.prefill_stats: PrefillStats | None = None
-        # P: how long D, being full, held up its queue until this came, and then this.
-        self.held_up_before_s = self.decode_queue_s = 0.0
-        self.kv_ready_time: float | None = None
-        self.kv_transfer_stats: KVTransferStats | None = None
 
     def leave(self) -> None:
         """Have its place let go of it, if it has one."""
@@ -288,18 +227,14 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens, known or about to be sampled, that no step computes yet."""
-        num_tokens = len(self._all_token_ids) + self.num_output_placeholders
-        return num_tokens - self.num_computed_tokens
-
-    @property
-    def num_finished_tokens(self) -> int:
-        """Tokens whose KV is written."""
-        return self.num_computed_tokens - self.num_in_flight_tokens
+        progress = self.progress
+        num_tokens = len(self._all_token_ids) + progress.num_output_placeholders
+        return num_tokens - progress.num_computed_tokens
 
     @property
     def is_output_complete(self) -> bool:
         """The last token it may have is sampled or being sampled."""
-        return self.num_output_tokens + self.num_output_placeholders >= self.output_limit
+        return self.num_output_tokens + self.progress.num_output_placeholders >= self.output_limit
 
     @property
     def priority(self) -> int:
@@ -314,24 +249,18 @@ class Request:
         return self.core_request.kv_transfer_params
 
     @property
-    def needs_remote_kv(self) -> bool:
-        """D: the prompt's KV still has to be pulled, or its release to be acknowledged by P. A step
-        that runs nevertheless is speculative (rule K4).
-        """
-        return self.do_remote_prefill and not self.is_kv_loaded
-
-    @property
     def can_continue(self) -> bool:
         """May the next step compute more of it? Not if it is not running, its last token is coming,
         its first step is speculative, or the length of what is in flight is open.
         """
         # Asked of all that run in each step: the properties that say the same cost a call each.
-        num_tokens = len(self._all_token_ids) + self.num_output_placeholders
+        progress = self.progress
+        num_tokens = len(self._all_token_ids) + progress.num_output_placeholders
         return (
             self.status is RequestStatus.RUNNING
             and num_tokens - self.num_prompt_tokens < self.output_limit
-            and not (self.do_remote_prefill and not self.is_kv_loaded)
-            and not (self.is_length_open and self.num_in_flight_tokens)
+            and not self.handoff.needs_remote_kv
+            and not (progress.is_length_open and progress.num_in_flight_tokens)
         )
 
     @property
@@ -356,8 +285,9 @@ class Request:
     @property
     def is_prompt_computed(self) -> bool:
         """Is the KV of its whole prompt written and its own to share?"""
-        is_ready = not self.needs_remote_kv and self.num_slots > 0
-        return is_ready and self.num_finished_tokens >= self.num_prompt_tokens
+        progress = self.progress
+        is_ready = not self.handoff.needs_remote_kv and progress.num_slots > 0
+        return is_ready and progress.num_finished_tokens >= self.num_prompt_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -380,16 +310,17 @@ class Request:
         self.events.clear()
         return events
 
-    def take_draft_stats(self) -> tuple[DraftStats, ...]:
-        stats = tuple(self.draft_stats)
-        self.draft_stats.clear()
-        return stats
+    def count_chunk(self) -> None:
+        """A step is over: before the first token here it computed some of the prompt."""
+        if len(self._all_token_ids) == self.num_prompt_tokens + self.num_resumed_tokens:
+            self.num_prefill_chunks += 1
 
     def measure_prefill(self) -> PrefillStats | None:
         """Return where the time of the first token of this engine went, which has come by the first
         call. None on D after a pull: they are P's.
         """
-        if self.prefill_stats is None and not self.is_kv_loaded:
+        is_pulled = self.do_remote_prefill and not self.handoff.needs_remote_kv
+        if self.prefill_stats is None and not is_pulled:
             self.prefill_stats = self._measure_prefill()
         return self.prefill_stats
 
@@ -404,23 +335,8 @@ class Request:
             queue_s=queue_s,
             prefill_s=self.clock() - self.first_scheduled_time,
             # What is not P's is D's: no other worker has it.
-            decode_queue_s=self.decode_queue_s if is_on_p else queue_s,
+            decode_queue_s=self.handoff.decode_queue_s if is_on_p else queue_s,
             num_chunks=self.num_prefill_chunks,
-        )
-
-    def take_kv_transfer_stats(self) -> KVTransferStats | None:
-        """Return what the pull cost, once, with the way to D's first own token filled in."""
-        stats, self.kv_transfer_stats = self.kv_transfer_stats, None
-        if stats is None or self.kv_ready_time is None:
-            return None
-        now = self.clock()
-        admitted = now if self.first_scheduled_time is None else self.first_scheduled_time
-        computed = now if self.held_result is None else self.held_result.since
-        return dataclasses.replace(
-            stats,
-            decode_admit_s=admitted - self.kv_ready_time,
-            first_decode_step_s=computed - admitted,
-            release_ack_s=now - computed,
         )
 
     def __lt__(self, other: "Request") -> bool:

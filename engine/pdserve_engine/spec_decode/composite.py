@@ -23,7 +23,7 @@ class CompositeProposer:
             drafts |= source.propose(left)
             left = {request: limit for request, limit in left.items() if request not in drafts}
         for request, limit in candidates.items():
-            forced = request.forced_token_ids[:limit]
+            forced = request.drafts.forced_token_ids[:limit]
             if forced and not _begins_with(drafts.get(request), forced):
                 drafts[request] = Draft("grammar", forced)
         return drafts

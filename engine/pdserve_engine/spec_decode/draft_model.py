@@ -14,7 +14,7 @@ class DraftModelProposer:
     def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
         """See `Proposer`."""
         return {
-            request: Draft("draft_model", request.spec_token_ids[:limit])
+            request: Draft("draft_model", request.drafts.spec_token_ids[:limit])
             for request, limit in candidates.items()
-            if request.spec_token_ids
+            if request.drafts.spec_token_ids
         }

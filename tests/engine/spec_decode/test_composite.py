@@ -27,8 +27,8 @@ class Scripted:
 
 def make_request(name: str, prompt: tuple[int, ...] = (1, 2), **draft: tuple[int, ...]) -> Request:
     request = held_request(name, prompt)
-    request.forced_token_ids = draft.get("forced", ())
-    request.spec_token_ids = draft.get("spec", ())
+    request.drafts.forced_token_ids = draft.get("forced", ())
+    request.drafts.spec_token_ids = draft.get("spec", ())
     return request
 
 
@@ -63,8 +63,8 @@ def test_suffixes_serve_until_a_draft_model_has_caught_up() -> None:
     assert proposer is not None
     request = make_request("r", (1, 2, 3, 1, 2))
     assert proposer.propose({request: LIMIT})[request].source == "suffix"
-    request.spec_token_ids = (7,)
+    request.drafts.spec_token_ids = (7,)
     assert proposer.propose({request: LIMIT})[request] == Draft("draft_model", (7,))
-    request.forced_token_ids = (8,)
+    request.drafts.forced_token_ids = (8,)
     assert proposer.propose({request: LIMIT})[request] == Draft("grammar", (8,))
     assert make_proposer("none") is None

@@ -101,7 +101,7 @@ class FileProposer:
         if kind == "mixed":
             kind = self._rng.choice(KINDS)
         if kind == "forced":
-            return request.forced_token_ids
+            return request.drafts.forced_token_ids
         right, rng = self._right(request, limit), self._rng
         if kind == "wrong" and right:
             index = rng.randrange(len(right))

@@ -203,5 +203,5 @@ class SimulatedWorker:
 
     def _on_wrong_kv(self, request_id: str) -> None:
         request = self.scheduler.requests.get(request_id)
-        if request is not None and not request.needs_remote_kv:
+        if request is not None and not request.handoff.needs_remote_kv:
             self.world.blame(f"a step of {self.name} reads KV that is not {request_id}'s")
