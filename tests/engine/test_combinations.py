@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pdserve_common.engine_types import Generate, Pool
 from pdserve_common.lora_types import LoRARequest
 from pdserve_common.pooling_params import PoolingParams
 from pdserve_engine.clients.loading import LoadedEngine
@@ -141,12 +142,10 @@ def answer(engine: LoadedEngine, pools: bool) -> list[Any]:
     """Return what a prompt brings, also of the adapter if there is one, and a second time."""
     (adapter,) = engine.control.adapters.adapters or (None,)
     lora = adapter and LoRARequest(lora_name="a", digest=adapter.digest)
-    asked = (
-        {"pooling_params": PoolingParams(task="embed")} if pools else {"params": greedy(NUM_TOKENS)}
-    )
+    task = Pool(PoolingParams(task="embed")) if pools else Generate(greedy(NUM_TOKENS))
     found = []
     for number in range(2):
-        request = make_request(f"r{number}", PROMPT, lora_request=lora, **asked)
+        request = make_request(f"r{number}", PROMPT, lora_request=lora, task=task)
         outputs = run_to_end(engine.core, [request])[request.request_id]
         found.append(vector_of(*outputs) if pools else tokens_of(outputs))
     return found

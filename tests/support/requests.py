@@ -18,13 +18,9 @@ def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 def make_request(
     name: str, prompt: Sequence[int] = PROMPT, params: SamplingParams | None = None, **fields: Any
 ) -> EngineCoreRequest:
-    """Return a request, of four tokens if it does not say."""
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=tuple(prompt),
-        task=Generate(params or greedy(4)),
-        **fields,
-    )
+    """Return a request, of four tokens if it does not say and has no other task."""
+    task = fields.pop("task", None) or Generate(params or greedy(4))
+    return EngineCoreRequest(request_id=name, prompt_token_ids=tuple(prompt), task=task, **fields)
 
 
 def held_request(
