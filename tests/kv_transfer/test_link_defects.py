@@ -94,8 +94,8 @@ async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(
     caplog.set_level("INFO")
     fail_on_messages_of("d0", monkeypatch)
     defect = "a defect costs the KvLink of d0: AssertionError('a defect')"
-    await until(lambda: defect in caplog.messages)
-    assert "link 1 to d0 ended: failed: see the log" in caplog.messages
+    await until(lambda: "link 1 to d0 ended: failed: see the log" in caplog.messages)
+    assert defect in caplog.messages
 
 
 async def test_what_p_has_said_before_it_stops_reaches_d() -> None:

@@ -315,8 +315,10 @@ def _become(job: Job) -> None:
         die_with_parent()
     if job.namespace:
         _enter(job.namespace)
+    # Kernels tell MKL so when they are imported, which they are already.
+    told = {name: value for name, value in os.environ.items() if name == "MKL_CBWR"}
     os.environ.clear()
-    os.environ.update(job.environment)
+    os.environ.update({**told, **job.environment})
     if job.has_ranks:
         server = _Server(_fork_server())
         child.spawn = functools.partial(_spawn, lambda modules: server)
