@@ -93,6 +93,17 @@ def test_of_ranks_a_step_is_hung_sooner_once_steps_are_known() -> None:
     assert world.bound_s(work=1000) == TIMEOUT_S
 
 
+def test_of_ranks_the_slow_first_steps_are_forgotten() -> None:
+    world = World(known_bound_s=KNOWN_BOUND_S)
+    for seconds in (2.0, *[0.01] * NUM_KNOWN_STEPS):
+        world.run(work=1000, seconds=seconds)
+    assert world.bound_s(work=1000) == 20.0
+    for _ in range(NUM_KNOWN_STEPS):
+        world.run(work=1000, seconds=0.01)
+    assert world.bound_s(work=1000) == KNOWN_BOUND_S
+    assert world.bound_s(work=2**20) == 10 * 0.01 * 2**11, "as long as the known ones let expect"
+
+
 def test_of_ranks_the_bound_grows_with_a_size_that_was_not_seen() -> None:
     world = World(known_bound_s=KNOWN_BOUND_S)
     for number in range(NUM_KNOWN_STEPS):

@@ -13,8 +13,9 @@ MIN_BOUND_S = 10.0
 MIN_CUDA_BOUND_S = 60.0
 # Of ranks, of which one that is stopped holds up all, once steps are known: weights are in memory.
 KNOWN_BOUND_S = 4.0
-# So many steps make steps known, of any sizes.
-NUM_KNOWN_STEPS = 64
+# So many steps make steps known, of any sizes. Twice as many are remembered at most, as a process's
+# first steps are slow.
+NUM_KNOWN_STEPS = 16
 # A step may take this many times what the longest one lets expect.
 MARGIN = 10.0
 # Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
@@ -78,8 +79,10 @@ class StepWatch:
         """Steps may take longer from now on: memory was given back."""
         # The longest step so far: its work and how long it took.
         self._longest: tuple[int, float] | None = None
-        # By size, a power of two, how long the longest step took.
+        # By size, a power of two, how long the longest step took: of the last NUM_KNOWN_STEPS at
+        # most, and of as many before them, which are there as soon as steps are known.
         self._sizes: dict[int, float] = {}
+        self._sizes_before: dict[int, float] = {}
         self._num_steps = 0
 
     def overrun(self, running: RunningStep | None) -> float | None:
@@ -103,6 +106,8 @@ class StepWatch:
             size = work.bit_length()
             self._sizes[size] = max(self._sizes.get(size, 0.0), duration_s)
             self._num_steps += 1
+            if self._num_steps == NUM_KNOWN_STEPS:
+                self._sizes_before, self._sizes, self._num_steps = self._sizes, {}, 0
         self._has_overslept = False
 
     def _look(self) -> None:
@@ -111,7 +116,7 @@ class StepWatch:
     def _bound_s(self, work: int | None) -> float:
         if work is None or self._longest is None:
             return self._timeout_s
-        if self._known_bound_s is not None and self._num_steps >= NUM_KNOWN_STEPS:
+        if self._known_bound_s is not None and self._sizes_before:
             bound_s = max(self._known_bound_s, MARGIN * self._expected_s(work.bit_length()))
         else:
             known_work, duration_s = self._longest
@@ -121,7 +126,8 @@ class StepWatch:
 
     def _expected_s(self, size: int) -> float:
         """Return what the longest of steps that were no larger lets expect of one of a size."""
-        smaller = [known for known in self._sizes if known <= size] or [min(self._sizes)]
+        steps = [*self._sizes.items(), *self._sizes_before.items()]
+        smaller = [each for each in steps if each[0] <= size] or [min(steps)]
         # What a machine did to one of them it may do to the next.
-        longest_s = max(self._sizes[known] for known in smaller)
-        return longest_s * 2.0 ** max(0, size - max(smaller))
+        longest_s = max(duration_s for _, duration_s in smaller)
+        return longest_s * 2.0 ** max(0, size - max(smaller)[0])
