@@ -273,6 +273,20 @@ def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, star
     assert all(each.id and each.name for each in calls)
 
 
+@pytest.mark.parametrize(
+    "often",
+    [{"$ref": f"#/{'%41' * 9000}"}, {"enum": [*range(1000, 9000), "a"]}],
+    ids=["a long pointer", "many values"],
+)
+def test_what_a_schema_refers_to_often_is_looked_at_a_few_times(often) -> None:
+    options = [{"type": ["integer", "string"], "minimum": 5, "minLength": 5}]
+    value = {"anyOf": [*options, *[{"$ref": "#/often"}] * 50]}
+    schema = {"properties": {"x": value}, "often": often, "A" * 9000: {"minimum": 5}}
+    text = "<function=f><parameter=x>3</parameter></function>"
+    work = work_of(lambda: parse("qwen3_coder", text, tools={"f": schema}))
+    assert work.num_chars + work.num_calls < 10 * len(json.dumps(often))
+
+
 BLANKS = " \n"
 # What goes on for long behind the beginning of a text.
 FILLINGS = SCRAPS | st.sampled_from([BLANKS, "\\'", "'", ", ", '{"a":', "a", "ab <", "</", "\n<"])

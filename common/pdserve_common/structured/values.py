@@ -26,6 +26,7 @@ _TYPE_NAMES: Mapping[type, str] = {
     dict: "object",
 }
 _OPTIONS = ("anyOf", "oneOf")
+_LISTS = ("type", "enum", "required", "prefixItems", "patternProperties")
 
 
 def type_of(value: Json) -> str:
@@ -43,6 +44,7 @@ class Values:
         self._schema = schema
         root = schema if root is None else root
         self._document = Document(root=root, field="schema", read=_unread)
+        self._targets: dict[str, Json] = {}
 
     @functools.cached_property
     def types(self) -> frozenset[str]:
@@ -66,6 +68,14 @@ class Values:
     # ---- by what schemas are made of
 
     def _target(self, ref: Json) -> Json:
+        if not isinstance(ref, str):
+            return True
+        # A pointer may be long, and what has it may be referred to often.
+        if ref not in self._targets:
+            self._targets[ref] = self._found(ref)
+        return self._targets[ref]
+
+    def _found(self, ref: str) -> Json:
         try:
             return self._document.target(Node(self._document, {}, "").pointer_of(ref))
         except InvalidRequestError:
@@ -127,7 +137,7 @@ class Values:
     def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if budget.is_spent() or depth > _MAX_DEPTH:
+        if budget.is_spent(schema) or depth > _MAX_DEPTH:
             return True
 
         def suits(part: Json, value: Json = value) -> bool:
@@ -149,9 +159,12 @@ class _Budget:
     def __init__(self) -> None:
         self._num_left = _MAX_CHECKS
 
-    def is_spent(self) -> bool:
-        self._num_left -= 1
-        return self._num_left < 0
+    def is_spent(self, schema: Mapping[str, Any]) -> bool:
+        """Count a check of a value by this schema: what it lists is looked through."""
+        is_spent = self._num_left <= 0
+        lists = (schema.get(keyword) for keyword in _LISTS)
+        self._num_left -= 1 + sum(len(each) for each in lists if isinstance(each, list | dict))
+        return is_spent
 
 
 def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
