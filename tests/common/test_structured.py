@@ -415,6 +415,20 @@ def test_comparisons_within_one_of_are_bounded() -> None:
         to_structural_tag(_schema(schema))
 
 
+def test_values_are_read_once_however_often_schemas_with_them_are_compared() -> None:
+    names = [f"p{n}" for n in range(8)]
+    values = {"enum": [f"s{n}" for n in range(400)]}
+
+    def compared(num_options: int) -> int:
+        properties: Any = {name: {"$ref": "#/$defs/values"} for name in names}
+        kinds = [properties | {"kind": {"const": n}} for n in range(num_options)]
+        options = [{"type": "object", "properties": each, "required": [*each]} for each in kinds]
+        schema = {"oneOf": options, "$defs": {"values": values}}
+        return work_of(lambda: to_structural_tag(_schema(schema))).num_calls
+
+    assert compared(8) < 3 * compared(4)
+
+
 def test_definitions_within_each_other_do_not_multiply() -> None:
     schema: Any = {"anyOf": [STRING] * 1000}
     for _ in range(25):
