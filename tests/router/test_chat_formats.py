@@ -287,6 +287,27 @@ def test_what_a_schema_refers_to_often_is_looked_at_a_few_times(often) -> None:
     assert work.num_chars + work.num_calls < 10 * len(json.dumps(often))
 
 
+NULL_OR_TEXT = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"pattern": "^[0-9]+$"}, "12345", "12345"),
+        ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "null", None),
+        ({"minimum": 1}, "12", 12),
+        ({}, "12", 12),
+        ({"allOf": [NULL_OR_TEXT, {"minLength": 1}]}, "null", None),
+    ],
+)
+def test_a_schema_without_a_type_has_those_of_its_keywords(schema, text, value) -> None:
+    tools = {"f": {"properties": {"x": schema}}}
+    said = f"<function=f><parameter=x>{text}</parameter></function>"
+    (call,) = parse("qwen3_coder", said, tools=tools)
+    assert json.loads(call.arguments) == {"x": value}
+
+
 BLANKS = " \n"
 # What goes on for long behind the beginning of a text.
 FILLINGS = SCRAPS | st.sampled_from([BLANKS, "\\'", "'", ", ", '{"a":', "a", "ab <", "</", "\n<"])

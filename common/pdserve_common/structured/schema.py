@@ -117,8 +117,7 @@ def _check_alone(node: Node, keyword: str, keywords: Collection[str]) -> None:
 
 def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
     """Of a node without a type: those that its keywords speak of, or all."""
-    implied = [type_ for type_, known in _KEYWORDS.items() if known.intersection(keywords)]
-    value = node.schema.get("type", implied or [*_KEYWORDS])
+    value = node.schema.get("type", implied_types(keywords) or [*_KEYWORDS])
     types = value if isinstance(value, list) else [value]
     for type_ in types:
         if not isinstance(type_, str) or type_ not in _KEYWORDS:
@@ -126,6 +125,11 @@ def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
     if not types:
         node.refuse("type", "is an empty array")
     return [t for t in dict.fromkeys(types) if t != "integer" or "number" not in types]
+
+
+def implied_types(keywords: Collection[str]) -> list[str]:
+    """Return the types that keywords speak of."""
+    return [type_ for type_, known in _KEYWORDS.items() if known.intersection(keywords)]
 
 
 def _read_typed(node: Node, keywords: Sequence[str]) -> Written:
