@@ -27,6 +27,7 @@ from pdserve_common.structured.formats import PATTERNS
 from support.samples import seeds
 from support.schema_cases import CASES, REFUSALS
 from support.schemas import Judge
+from support.work import work_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "structured_outputs.md"
 STRING: dict[str, Any] = {"type": "string"}
@@ -414,6 +415,20 @@ def test_comparisons_within_one_of_are_bounded() -> None:
         to_structural_tag(_schema(schema))
 
 
+def test_values_are_read_once_however_often_schemas_with_them_are_compared() -> None:
+    names = [f"p{n}" for n in range(8)]
+    values = {"enum": [f"s{n}" for n in range(400)]}
+
+    def compared(num_options: int) -> int:
+        properties: Any = {name: {"$ref": "#/$defs/values"} for name in names}
+        kinds = [properties | {"kind": {"const": n}} for n in range(num_options)]
+        options = [{"type": "object", "properties": each, "required": [*each]} for each in kinds]
+        schema = {"oneOf": options, "$defs": {"values": values}}
+        return work_of(lambda: to_structural_tag(_schema(schema))).num_calls
+
+    assert compared(8) < 3 * compared(4)
+
+
 def test_definitions_within_each_other_do_not_multiply() -> None:
     schema: Any = {"anyOf": [STRING] * 1000}
     for _ in range(25):
@@ -421,6 +436,21 @@ def test_definitions_within_each_other_do_not_multiply() -> None:
     refs = [{"$ref": "#/$defs/a" + "/properties/a" * n} for n in range(25)]
     with pytest.raises(InvalidRequestError, match="makes more than 5000 schemas"):
         to_structural_tag(_schema({"anyOf": refs, "$defs": {"a": schema}}))
+
+
+def _layers(num_layers: int) -> StructuredOutputsParams:
+    """Definitions of which each may be any of those of the next layer."""
+    refs = {n: [{"$ref": f"#/$defs/{n}.{m}"} for m in range(4)] for n in range(1, num_layers)}
+    layers = {f"{n - 1}.{m}": {"anyOf": each} for n, each in refs.items() for m in range(4)}
+    last = {f"{num_layers - 1}.{m}": {"type": "integer", "minimum": m} for m in range(4)}
+    properties = {"a": {"$ref": "#/$defs/0.0"}}
+    schema = {"type": "object", "properties": properties, "$defs": layers | last}
+    return _tag({"type": "json_schema", "json_schema": schema, "style": "qwen_xml"})
+
+
+def test_work_grows_with_definitions_not_with_the_ways_through_them() -> None:
+    few, many = (work_of(lambda n=n: to_structural_tag(_layers(n))).num_calls for n in (4, 8))
+    assert many < 3 * few
 
 
 def test_the_docs_list_what_is_enforced() -> None:

@@ -273,6 +273,41 @@ def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, star
     assert all(each.id and each.name for each in calls)
 
 
+@pytest.mark.parametrize(
+    "often",
+    [{"$ref": f"#/{'%41' * 9000}"}, {"enum": [*range(1000, 9000), "a"]}],
+    ids=["a long pointer", "many values"],
+)
+def test_what_a_schema_refers_to_often_is_looked_at_a_few_times(often) -> None:
+    options = [{"type": ["integer", "string"], "minimum": 5, "minLength": 5}]
+    value = {"anyOf": [*options, *[{"$ref": "#/often"}] * 50]}
+    schema = {"properties": {"x": value}, "often": often, "A" * 9000: {"minimum": 5}}
+    text = "<function=f><parameter=x>3</parameter></function>"
+    work = work_of(lambda: parse("qwen3_coder", text, tools={"f": schema}))
+    assert work.num_chars + work.num_calls < 10 * len(json.dumps(often))
+
+
+NULL_OR_TEXT = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"pattern": "^[0-9]+$"}, "12345", "12345"),
+        ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "null", None),
+        ({"minimum": 1}, "12", 12),
+        ({}, "12", 12),
+        ({"allOf": [NULL_OR_TEXT, {"minLength": 1}]}, "null", None),
+    ],
+)
+def test_a_schema_without_a_type_has_those_of_its_keywords(schema, text, value) -> None:
+    tools = {"f": {"properties": {"x": schema}}}
+    said = f"<function=f><parameter=x>{text}</parameter></function>"
+    (call,) = parse("qwen3_coder", said, tools=tools)
+    assert json.loads(call.arguments) == {"x": value}
+
+
 BLANKS = " \n"
 # What goes on for long behind the beginning of a text.
 FILLINGS = SCRAPS | st.sampled_from([BLANKS, "\\'", "'", ", ", '{"a":', "a", "ab <", "</", "\n<"])

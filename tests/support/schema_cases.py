@@ -532,6 +532,12 @@ CASES = [
         [{"kind": "c"}],
     ),
     Case("oneOf", {"oneOf": [STRING]}, ["a"], [1]),
+    Case(
+        "oneOf",
+        {"oneOf": [{k: v for k, v in kind(name, "kind").items() if k != "type"} for name in "ab"]},
+        [{"kind": "a"}, {"kind": "b"}],
+        [{"kind": "c"}, {}, "a"],
+    ),
     Case("allOf", {"allOf": [INTEGER]}, [1], ["a"]),
     Case(
         "allOf",
@@ -790,6 +796,10 @@ REFUSALS = [
     Refusal("oneOf", {"oneOf": [{}, INTEGER]}),
     Refusal("oneOf", {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}),
     Refusal("oneOf", {"oneOf": [{"enum": [1]}, INTEGER]}),
+    Refusal("oneOf", {"oneOf": [{"const": [1]}, {"const": [1.0]}]}),
+    Refusal("oneOf", {"oneOf": [{"minLength": 1}, {"minimum": 0}]}),
+    Refusal("oneOf", {"oneOf": [{"properties": {"a": NULL}}, STRING]}),
+    Refusal("oneOf", {"oneOf": [{"minimum": 0}, {"const": "a"}]}),
     Refusal("oneOf", {"oneOf": [properties("a", a=NULL), properties("b", b=NULL)]}),
     Refusal("oneOf", {"oneOf": [kind("a"), kind("a")]}),
     Refusal("oneOf", {"oneOf": [kind("a"), properties(kind={"const": "b"})]}),

@@ -157,7 +157,7 @@ def read_values(node: Node, keyword: str, types: list[str]) -> Written:
     if not isinstance(values, list) or not values:
         node.refuse(keyword, "must be an array of values")
     node.spend("values of enum and const", len(values), keyword)
-    values = [_integer(value) for value in values]
+    values = [integer(value) for value in values]
     for value in values:
         _check_value(node, keyword, value, is_alone=True)
     left = {json.dumps(value): value for value in values if any(is_of(value, t) for t in types)}
@@ -172,7 +172,8 @@ def read_values(node: Node, keyword: str, types: list[str]) -> Written:
     return any_of(options)
 
 
-def _integer(value: Json) -> Json:
+def integer(value: Json) -> Json:
+    """Return a number without a fraction as an integer, anything else as it is."""
     is_integer = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_NUMBER
     return int(value) if is_integer else value
 
@@ -189,7 +190,7 @@ def _check_value(node: Node, keyword: str, value: Json, *, is_alone: bool) -> No
         node.refuse(keyword, f"has {short(value)}, at most {MAX_INTEGER}")
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            _check_value(node, keyword, _integer(part), is_alone=False)
+            _check_value(node, keyword, integer(part), is_alone=False)
 
 
 def _names(value: Json) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pdserve_common.structured.containers import read_array, read_object
 from pdserve_common.structured.node import Document, Json, Node, Written, any_of, kind, short, words
 from pdserve_common.structured.patterns import JSON_CHARS, Ranges
 from pdserve_common.structured.scalars import (
+    integer,
     is_of,
     read_integer,
     read_number,
@@ -21,6 +22,8 @@ from pdserve_common.structured.scalars import (
 )
 
 MAX_ONE_OF = 64
+# Written, and no keyword to xgrammar: the schema names no type.
+_IMPLIED = "implied"
 _MAX_DISJOINT_DEPTH = 8
 
 # They say nothing about a value, or hold what is read where it is referred to.
@@ -72,8 +75,9 @@ def read_schema(schema: Json, *, field: str, name_chars: Ranges = JSON_CHARS) ->
         definitions.append((node, _read(node)))
     _check_recursion(definitions)
     written = [definition for _, definition in definitions]
+    comparison = _Comparison(written)
     for node, options in document.one_ofs:
-        _check_disjoint(node, options, written)
+        comparison.check_disjoint(node, options)
     if written:
         root = root | {"$defs": {str(n): definition for n, definition in enumerate(written)}}
     return root or True
@@ -113,8 +117,7 @@ def _check_alone(node: Node, keyword: str, keywords: Collection[str]) -> None:
 
 def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
     """Of a node without a type: those that its keywords speak of, or all."""
-    implied = [type_ for type_, known in _KEYWORDS.items() if known.intersection(keywords)]
-    value = node.schema.get("type", implied or [*_KEYWORDS])
+    value = node.schema.get("type", implied_types(keywords) or [*_KEYWORDS])
     types = value if isinstance(value, list) else [value]
     for type_ in types:
         if not isinstance(type_, str) or type_ not in _KEYWORDS:
@@ -124,12 +127,21 @@ def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
     return [t for t in dict.fromkeys(types) if t != "integer" or "number" not in types]
 
 
+def implied_types(keywords: Collection[str]) -> list[str]:
+    """Return the types that keywords speak of."""
+    return [type_ for type_, known in _KEYWORDS.items() if known.intersection(keywords)]
+
+
 def _read_typed(node: Node, keywords: Sequence[str]) -> Written:
     types = _types(node, keywords)
     for keyword in keywords:
         if keyword != "type" and not any(keyword in _KEYWORDS[type_] for type_ in types):
             node.refuse(keyword, f"is not enforced for type {' or '.join(types)}")
-    return any_of([_READERS[t](node) if t in _READERS else {"type": t} for t in types])
+    options = [_READERS[t](node) if t in _READERS else {"type": t} for t in types]
+    if "type" not in node.schema:
+        # Values of other types are valid as well, and never generated.
+        options = [option | {_IMPLIED: True} for option in options]
+    return any_of(options)
 
 
 def _read_ref(node: Node) -> Written:
@@ -227,57 +239,64 @@ def _is_finite(written: Written, finite: Collection[int]) -> bool:
     return all(_is_finite(part, finite) for part in needed)
 
 
-def _check_disjoint(node: Node, options: Sequence[Written], definitions: Sequence[Written]) -> None:
-    comparison = _Comparison(node, definitions)
-    for (m, left), (n, right) in combinations(enumerate(options), 2):
-        if not comparison.are_disjoint(left, right, _MAX_DISJOINT_DEPTH):
-            node.refuse(
-                "oneOf",
-                f"is enforced only where its schemas exclude each other: {m} and {n} may both "
-                "hold, use anyOf",
-            )
-
-
 class _Comparison:
-    """Of the options of a oneOf."""
+    """Of the options of each oneOf."""
 
-    def __init__(self, node: Node, definitions: Sequence[Written]) -> None:
-        self._node = node
+    def __init__(self, definitions: Sequence[Written]) -> None:
         self._definitions = definitions
+        # Texts and types of the values of an enum, by its identity: there may be many, and many
+        # schemas to compare with.
+        self._listed: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
 
-    def are_disjoint(self, left: Written, right: Written, depth: int) -> bool:
+    def check_disjoint(self, node: Node, options: Sequence[Written]) -> None:
+        for (m, left), (n, right) in combinations(enumerate(options), 2):
+            if not self._are_disjoint(node, left, right, _MAX_DISJOINT_DEPTH):
+                node.refuse(
+                    "oneOf",
+                    f"is enforced only where its schemas exclude each other: {m} and {n} may both "
+                    "hold, use anyOf",
+                )
+
+    def _are_disjoint(self, node: Node, left: Written, right: Written, depth: int) -> bool:
         """Whether no value is valid by both, as far as it shows: in types, in listed values, or in
         a property that both require.
         """
-        self._node.spend("comparisons within oneOf", 1, "oneOf")
+        node.spend("comparisons within oneOf", 1, "oneOf")
         if depth == 0:
             return False
         for one, other in ((left, right), (right, left)):
             if "$ref" in one:
-                return self.are_disjoint(self._definitions[_number(one)], other, depth - 1)
+                return self._are_disjoint(node, self._definitions[_number(one)], other, depth - 1)
             if "anyOf" in one:
-                return all(self.are_disjoint(o, other, depth - 1) for o in one["anyOf"])
+                return all(self._are_disjoint(node, o, other, depth - 1) for o in one["anyOf"])
         if not left or not right:
             return False
-        if "enum" in left or "enum" in right:
-            return _are_values_disjoint(left, right)
-        return not _overlap(left["type"], right["type"]) or any(
-            self.are_disjoint(left["properties"][name], right["properties"][name], depth - 1)
+        (left_texts, left_types), (right_texts, right_types) = self._of(left), self._of(right)
+        if left_types.isdisjoint(right_types):
+            return _IMPLIED not in left and _IMPLIED not in right
+        if left_texts and right_texts:
+            return left_texts.isdisjoint(right_texts)
+        return any(
+            self._are_disjoint(node, left["properties"][name], right["properties"][name], depth - 1)
             for name in left.get("required", ())
             if name in right.get("required", ())
         )
 
+    def _of(self, written: Written) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the texts of listed values, none if they are not listed, and all types."""
+        if "enum" not in written:
+            type_ = written["type"]
+            return frozenset(), frozenset((type_, "number") if type_ == "integer" else (type_,))
+        if id(written) not in self._listed:
+            values = written["enum"]
+            texts = frozenset(json.dumps(_with_integers(value), sort_keys=True) for value in values)
+            types = frozenset(t for t in _KEYWORDS if any(is_of(value, t) for value in values))
+            self._listed[id(written)] = texts, types
+        return self._listed[id(written)]
 
-def _overlap(left: str, right: str) -> bool:
-    numbers = ("integer", "number")
-    return left == right or (left in numbers and right in numbers)
 
-
-def _are_values_disjoint(left: Written, right: Written) -> bool:
-    if "enum" not in left:
-        left, right = right, left
-    if "enum" in right:
-        values = {json.dumps(value, sort_keys=True) for value in right["enum"]}
-        return not any(json.dumps(value, sort_keys=True) in values for value in left["enum"])
-    types = ("integer", "number") if right["type"] in ("integer", "number") else (right["type"],)
-    return not any(is_of(value, type_) for value in left["enum"] for type_ in types)
+def _with_integers(value: Json) -> Json:
+    """Equal values as equal texts."""
+    if isinstance(value, dict):
+        return {name: _with_integers(part) for name, part in value.items()}
+    return [*map(_with_integers, value)] if isinstance(value, list) else integer(value)

@@ -222,18 +222,23 @@ def _schema_problem(read: Format) -> str | None:
         return f"has style {style} and no schema of type object"
     if any("<" in name or ">" in name for name in schema.get("properties", ())):
         return f"has style {style} and a name with < or >"
+    seen: set[str] = set()
     values = [*schema.get("properties", {}).values()]
-    if any(_has_pattern(value, schema.get("$defs", {}), MAX_FORMAT_DEPTH) for value in values):
+    if any(_has_pattern(value, schema.get("$defs", {}), seen) for value in values):
         return f"has style {style} and a property with pattern, format or a length"
     return None
 
 
-def _has_pattern(schema: Format, definitions: Format, depth: int) -> bool:
+def _has_pattern(schema: Format, definitions: Format, seen: set[str]) -> bool:
+    """Each definition is looked at once: they lead to each other in more ways than can be tried."""
     if "$ref" in schema:
-        target = definitions[schema["$ref"].removeprefix("#/$defs/")]
-        return depth == 0 or _has_pattern(target, definitions, depth - 1)
+        name = schema["$ref"].removeprefix("#/$defs/")
+        if name in seen:
+            return False
+        seen.add(name)
+        return _has_pattern(definitions[name], definitions, seen)
     options = schema.get("anyOf", ())
-    return "pattern" in schema or any(_has_pattern(o, definitions, depth) for o in options)
+    return "pattern" in schema or any(_has_pattern(o, definitions, seen) for o in options)
 
 
 STYLES = ("json", "qwen_xml")

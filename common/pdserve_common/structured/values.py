@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured.node import Document, Json, Node
+from pdserve_common.structured.schema import implied_types
 
 # "number" is one with a fraction, but in schemas.
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -26,6 +27,9 @@ _TYPE_NAMES: Mapping[type, str] = {
     dict: "object",
 }
 _OPTIONS = ("anyOf", "oneOf")
+# Beside these the other keywords of a schema say nothing of types.
+_SAY_TYPES = frozenset(("type", "enum", "const", "$ref", "allOf", *_OPTIONS))
+_LISTS = ("type", "enum", "required", "prefixItems", "patternProperties")
 
 
 def type_of(value: Json) -> str:
@@ -43,6 +47,7 @@ class Values:
         self._schema = schema
         root = schema if root is None else root
         self._document = Document(root=root, field="schema", read=_unread)
+        self._targets: dict[str, Json] = {}
 
     @functools.cached_property
     def types(self) -> frozenset[str]:
@@ -66,6 +71,14 @@ class Values:
     # ---- by what schemas are made of
 
     def _target(self, ref: Json) -> Json:
+        if not isinstance(ref, str):
+            return True
+        # A pointer may be long, and what has it may be referred to often.
+        if ref not in self._targets:
+            self._targets[ref] = self._found(ref)
+        return self._targets[ref]
+
+    def _found(self, ref: str) -> Json:
         try:
             return self._document.target(Node(self._document, {}, "").pointer_of(ref))
         except InvalidRequestError:
@@ -90,23 +103,36 @@ class Values:
                 left += (option for name in _OPTIONS for option in _list(schema, name))
 
     def _types_of(
-        self, schema: Json, known: dict[int, frozenset[str]], depth: int
+        self,
+        schema: Json,
+        known: dict[tuple[int, bool], frozenset[str]],
+        depth: int,
+        *,
+        is_implied: bool = True,
     ) -> frozenset[str]:
+        """`is_implied`: without types, those that its keywords speak of, as is enforced."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return ALL_TYPES
-        if id(schema) in known:
-            return known[id(schema)]
-        known[id(schema)] = ALL_TYPES  # of one within itself
-        types = _own_types(schema)
-        for part in self._all_of(schema):
-            types &= self._types_of(part, known, depth + 1)
+        key = id(schema), is_implied
+        if key in known:
+            return known[key]
+        known[key] = ALL_TYPES  # of one within itself
+        types, parts = _own_types(schema), [*self._all_of(schema)]
+        if is_implied and schema.keys().isdisjoint(_SAY_TYPES):
+            types = frozenset(implied_types(schema)) or ALL_TYPES
+        is_implied = is_implied and len(parts) < 2
+        for part in parts:
+            types &= self._types_of(part, known, depth + 1, is_implied=is_implied)
         for name in _OPTIONS:
             if options := _list(schema, name):
-                each = (self._types_of(option, known, depth + 1) for option in options)
+                each = (
+                    self._types_of(option, known, depth + 1, is_implied=is_implied)
+                    for option in options
+                )
                 types &= frozenset().union(*each)
-        known[id(schema)] = types
+        known[key] = types
         return types
 
     def _property(self, schema: Json, name: str, seen: set[int], depth: int) -> Json | None:
@@ -127,7 +153,7 @@ class Values:
     def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if budget.is_spent() or depth > _MAX_DEPTH:
+        if budget.is_spent(schema) or depth > _MAX_DEPTH:
             return True
 
         def suits(part: Json, value: Json = value) -> bool:
@@ -149,9 +175,12 @@ class _Budget:
     def __init__(self) -> None:
         self._num_left = _MAX_CHECKS
 
-    def is_spent(self) -> bool:
-        self._num_left -= 1
-        return self._num_left < 0
+    def is_spent(self, schema: Mapping[str, Any]) -> bool:
+        """Count a check of a value by this schema: what it lists is looked through."""
+        is_spent = self._num_left <= 0
+        lists = (schema.get(keyword) for keyword in _LISTS)
+        self._num_left -= 1 + sum(len(each) for each in lists if isinstance(each, list | dict))
+        return is_spent
 
 
 def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
