@@ -593,7 +593,9 @@ def test_tags_that_are_kept_have_a_bound() -> None:
     size = len(to_structural_tag(made[-1]).text) + DIGEST_BYTES
     tags = StructuralTags(max_bytes=4 * size)
     for params in (*made, *made):
-        tag = tags.get(params)
-        assert tag == to_structural_tag(params)
-        assert tags.get(params) is tag
-        assert tags.num_bytes <= 4 * size
+        tag = to_structural_tag(params)
+        for _ in range(2):
+            tags.put(tag.digest, tag)
+        assert tags.get(tag.digest) == tag
+        assert 0 < tags.num_bytes <= 4 * size
+    assert tags.get(to_structural_tag(made[0]).digest) is None

@@ -54,29 +54,33 @@ class AcceptedConstraints:
 
 
 class StructuralTags:
-    """The structural tags of the latest constraints, up to a number of bytes. Not thread-safe."""
+    """The structural tags of the latest constraints, by their digests and up to a number of bytes.
+    Not thread-safe.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._tags: OrderedDict[bytes, StructuralTag] = OrderedDict()
+        self._tags: OrderedDict[str, StructuralTag] = OrderedDict()
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def get(self, params: StructuredOutputsParams, before: Sequence[Format] = ()) -> StructuralTag:
-        """Return the tag of a constraint. Raises InvalidRequestError as `to_structural_tag`."""
-        digest = digest_of(params, before)
-        if (known := self._tags.get(digest)) is not None:
+    def get(self, digest: str) -> StructuralTag | None:
+        if digest in self._tags:
             self._tags.move_to_end(digest)
-            return known
-        tag = self._tags[digest] = to_structural_tag(params, before=before)
+        return self._tags.get(digest)
+
+    def put(self, digest: str, tag: StructuralTag) -> None:
+        """Keep the tag of a constraint; no-op if it is kept."""
+        if digest in self._tags:
+            return
+        self._tags[digest] = tag
         self._num_bytes += _num_bytes(tag)
         while self._num_bytes > self._max_bytes:
             _, forgotten = self._tags.popitem(last=False)
             self._num_bytes -= _num_bytes(forgotten)
-        return tag
 
 
 def _num_bytes(tag: StructuralTag) -> int:

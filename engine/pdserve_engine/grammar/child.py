@@ -1,5 +1,5 @@
-"""The grammar compiler's process: compiles each text in a fork of itself, which has limits and
-whose death harms nobody.
+"""The grammar compiler's process: reads and compiles what clients send, each in a fork of itself,
+which has limits and whose death harms nobody.
 """
 
 import os
@@ -11,10 +11,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from pdserve_common.processes.calls import Answer, Handlers
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.processes.calls import Answer, Call, Handlers
 from pdserve_common.processes.connection import Connection, answer_calls
 from pdserve_common.processes.lifecycle import confine, fork
+from pdserve_common.structured import to_structural_tag
 from pdserve_engine.grammar.messages import (
     CODEC,
     Compile,
@@ -22,9 +25,12 @@ from pdserve_engine.grammar.messages import (
     CompiledLarge,
     Killed,
     LoadVocabulary,
-    Outcome,
+    NotEnforced,
+    Read,
+    ReadConstraint,
     Refused,
     TimedOut,
+    Unfinished,
 )
 from pdserve_engine.grammar.native import TokenizerInfo, compile_structural_tag
 
@@ -40,6 +46,8 @@ MAX_SENT_BYTES = 16 * 1024 * 1024
 MAX_REASON_CHARS = 500
 LOWEST_PRIORITY = 19
 
+ResultT = TypeVar("ResultT")
+
 # "[12:34:56] /project/cpp/file.cc:83: " before the library's messages.
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
@@ -54,16 +62,26 @@ class _Compiler:
         self._tokenizer_info = TokenizerInfo.deserialize(call.tokenizer_info)
         os.nice(LOWEST_PRIORITY)  # also what hands answers on: megabytes of them take their time
 
-    def compile(self, call: Compile) -> Outcome:
+    def read(self, call: ReadConstraint) -> Read | NotEnforced | Unfinished:
+        return self._in_fork(call, lambda: _read(call))
+
+    def compile(self, call: Compile) -> Compiled | CompiledLarge | Unfinished:
         text = call.text.decode(errors="surrogatepass")
+        return self._in_fork(call, lambda: _compile(text, self._tokenizer_info))
+
+    def _in_fork(
+        self, call: Call[ResultT | Unfinished], work: Callable[[], ResultT]
+    ) -> ResultT | Unfinished:
         reader, writer = os.pipe()
 
-        def compile_in_fork() -> None:
+        def work_in_fork() -> None:
             self._connection.close()
             os.close(reader)
-            _compile_to(writer, text, self._tokenizer_info)
+            _confine()
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(Answer.of(work()).result)
 
-        pid = fork(compile_in_fork)
+        pid = fork(work_in_fork)
         os.close(writer)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             body = _read_all(pipe.fileno(), MAX_WALL_S)
@@ -76,16 +94,20 @@ class _Compiler:
 
 
 _HANDLERS: Handlers[_Compiler] = dict(
-    [LoadVocabulary.handled_by(_Compiler.load), Compile.handled_by(_Compiler.compile)]
+    [
+        LoadVocabulary.handled_by(_Compiler.load),
+        ReadConstraint.handled_by(_Compiler.read),
+        Compile.handled_by(_Compiler.compile),
+    ]
 )
 
 
 def serve(connection: socket.socket) -> None:
-    """Load a vocabulary and compile texts in turn; return when the engine is gone."""
+    """Load a vocabulary, then serve calls in turn; return when the engine is gone."""
     answer_calls(Connection(connection, CODEC), _HANDLERS, _Compiler(connection))
 
 
-def _judge(call: Compile, exit_code: int, body: bytes) -> Outcome:
+def _judge(call: Call[ResultT | Unfinished], exit_code: int, body: bytes) -> ResultT | Unfinished:
     if exit_code == 0:
         return Answer(body).result_of(call)
     if exit_code == -signal.SIGXCPU:
@@ -112,13 +134,17 @@ def _read_all(
 # ---- in the fork
 
 
-def _compile_to(writer: int, text: str, tokenizer_info: TokenizerInfo) -> None:
-    _confine()
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(Answer.of(_compile(text, tokenizer_info)).result)
+def _read(call: ReadConstraint) -> Read | NotEnforced | Refused:
+    try:
+        tag = to_structural_tag(call.params, before=call.before)
+    except InvalidRequestError as error:
+        return NotEnforced(error.message, error.field)
+    except MemoryError:
+        return Refused(f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB to read")
+    return Read(tag.text, tag.digest)
 
 
-def _compile(text: str, tokenizer_info: TokenizerInfo) -> Outcome:
+def _compile(text: str, tokenizer_info: TokenizerInfo) -> Compiled | CompiledLarge | Refused:
     try:
         grammar = compile_structural_tag(text, tokenizer_info)
     except MemoryError:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pdserve_common import defects
 from pdserve_common.call_thread import CallThread
@@ -17,14 +17,25 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.processes.calls import Call
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
-from pdserve_common.structured.accepted import StructuralTags
+from pdserve_common.structured.accepted import StructuralTags, digest_of
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.child import LOWEST_PRIORITY, MAX_SMALL_BYTES
 from pdserve_engine.grammar.fair_jobs import FairJobs
-from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Killed, Refused, TimedOut
+from pdserve_engine.grammar.messages import (
+    Compile,
+    Compiled,
+    CompiledLarge,
+    Killed,
+    NotEnforced,
+    Read,
+    ReadConstraint,
+    Refused,
+    TimedOut,
+)
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
     TokenizerInfo,
@@ -50,11 +61,14 @@ MAX_ATTEMPTS = 2
 Outcome = Literal["compiled", "cached", "refused", "overloaded", "failed"]
 # Told of an outcome and of the seconds since it was asked for.
 Observe = Callable[[Outcome, float], None]
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    tag: StructuralTag
+    # Of the structural tag, or of the constraint that becomes one.
+    digest: str
+    source: StructuralTag | ReadConstraint
     queued_at: float
     # Who waits for it; each has it among its own.
     clients: set[str]
@@ -63,8 +77,8 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles structural tags, one at a time, in a process that starts with the first of them.
-    Clients take turns, by how long theirs have taken so far.
+    """Reads constraints and compiles their structural tags, one at a time, in a process that starts
+    with the first of them. Clients take turns, by how long theirs have taken so far.
     """
 
     def __init__(
@@ -81,13 +95,13 @@ class GrammarCompiler:
         `serves_large` what is too large as text is refused: another process has to have it.
         """
         self._tokenizer_info = tokenizer_info
-        self._tags = StructuralTags()
         self._observe = observe
         self._max_queued = max_queued
         self._serves_large = serves_large
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by _lock.
+        self._tags = StructuralTags()
         self._cache = GrammarCache(cache_bytes)
         self._pending: dict[str, _Job] = {}
         self._process: CompilerProcess | None = None
@@ -103,8 +117,8 @@ class GrammarCompiler:
         reasoning: Reasoning | None = None,
         client: str = "",
     ) -> "Future[CompiledGrammar]":
-        """As `submit`, of a constraint, behind reasoning if there is some; one thread. Raises
-        InvalidRequestError.
+        """As `submit`, of a constraint, behind reasoning if there is some. Raises
+        InvalidRequestError for markers of the reasoning.
         """
         info = self._tokenizer_info
         before = (
@@ -112,7 +126,12 @@ class GrammarCompiler:
             if reasoning is None
             else reasoning.formats(info.added_token_ids, info.stop_token_ids)
         )
-        return self.submit(self._tags.get(params, before), client)
+        digest = digest_of(params, before).hex()
+        with self._lock:
+            tag = self._tags.get(digest)
+        if tag is not None:
+            return self.submit(tag, client)
+        return self._queue(digest, ReadConstraint(params, tuple(before)), client)
 
     def submit(self, tag: StructuralTag, client: str = "") -> "Future[CompiledGrammar]":
         """Compile a structural tag in a turn of this client's. Any thread; returns at once. If too
@@ -122,22 +141,27 @@ class GrammarCompiler:
         what is no grammar or takes too much, OverloadedError if the queue is too long,
         RequestFailedError if the compiler was killed twice, EngineDeadError after `close`.
         """
-        job = _Job(tag=tag, queued_at=self._clock(), clients={client})
+        return self._queue(tag.digest, tag, client)
+
+    def _queue(
+        self, digest: str, source: StructuralTag | ReadConstraint, client: str
+    ) -> "Future[CompiledGrammar]":
+        job = _Job(digest=digest, source=source, queued_at=self._clock(), clients={client})
         dropped: _Job | None = None
         with self._lock:
-            if (pending := self._pending.get(tag.digest)) is not None:
+            if (pending := self._pending.get(digest)) is not None:
                 self._join(pending, client)
                 return pending.future
-            grammar = self._cache.get(tag.digest)
-            error = self._refusal(tag.text)
+            grammar = self._cache.get(digest)
+            error = self._refusal(source)
             if grammar is None and error is None and len(self._pending) >= self._max_queued:
                 dropped = self._jobs.drop_newest(client, lambda each: len(each.clients) == 1)
                 if dropped is None:
                     error = self._too_many()
                 else:
-                    del self._pending[dropped.tag.digest]
+                    del self._pending[dropped.digest]
             if grammar is None and error is None:
-                self._pending[tag.digest] = job
+                self._pending[digest] = job
                 self._put(client, job)
         if dropped is not None:
             self._fail(dropped, self._too_many())
@@ -158,10 +182,12 @@ class GrammarCompiler:
         self._thread.close(CLOSE_TIMEOUT_S)
         self._again.close(CLOSE_TIMEOUT_S)
 
-    def _refusal(self, text: str) -> PdserveError | None:
+    def _refusal(self, source: StructuralTag | ReadConstraint) -> PdserveError | None:
         if self._is_closed:
             return _closed()
-        num_bytes = len(text.encode(errors="surrogatepass"))
+        if isinstance(source, ReadConstraint):
+            return None  # it has a limit of its own
+        num_bytes = len(source.text.encode(errors="surrogatepass"))
         if num_bytes > MAX_TEXT_BYTES:
             return InvalidRequestError(
                 f"{FIELD} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are compiled",
@@ -228,20 +254,18 @@ class GrammarCompiler:
 
     def _serve(self, job: _Job) -> None:
         try:
-            grammar = self._compile(job)
+            grammar, outcome = self._make(job)
         except PdserveError as error:
             self._forget(job)
             self._fail(job, error)
         else:
-            self._forget(job, grammar)
-            self._succeed(job, grammar, "compiled")
+            self._forget(job)
+            self._succeed(job, grammar, outcome)
 
-    def _forget(self, job: _Job, grammar: CompiledGrammar | None = None) -> None:
-        """Take a job off the list, if it is there, and keep what came of it."""
+    def _forget(self, job: _Job) -> None:
+        """Take a job off the list, if it is there."""
         with self._lock:
-            self._pending.pop(job.tag.digest, None)
-            if grammar is not None:
-                self._cache.put(job.tag.digest, grammar)
+            self._pending.pop(job.digest, None)
 
     def _succeed(self, job: _Job, grammar: CompiledGrammar, outcome: Outcome) -> None:
         self._count(job, outcome)
@@ -255,15 +279,36 @@ class GrammarCompiler:
         with defects.contained("metrics", "a figure"):
             self._observe(outcome, self._clock() - job.queued_at)
 
-    def _compile(self, job: _Job) -> CompiledGrammar:
+    def _make(self, job: _Job) -> tuple[CompiledGrammar, Outcome]:
+        """Return what comes of a job; what is compiled is kept."""
         waited_s = self._clock() - job.queued_at
         if waited_s > MAX_QUEUED_S:
             raise _overloaded(f"the grammar waited {waited_s:.0f} s to be compiled")
-        answer = self._ask(job.tag.text)
-        if isinstance(answer, Refused):
-            raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
-        if isinstance(answer, TimedOut):
-            raise _overloaded(f"the grammar was not compiled after {answer.after_s:g} s")
+        tag = job.source
+        if isinstance(tag, ReadConstraint):
+            tag = self._read(job.digest, tag)
+            with self._lock:
+                known = self._cache.get(tag.digest)
+            if known is not None:
+                return known, "cached"
+        grammar = self._compile(tag)
+        with self._lock:
+            self._cache.put(tag.digest, grammar)
+        return grammar, "compiled"
+
+    def _read(self, digest: str, constraint: ReadConstraint) -> StructuralTag:
+        """Return a constraint's tag, which is kept."""
+        answer = self._ask(constraint)
+        if isinstance(answer, NotEnforced):
+            raise InvalidRequestError(answer.message, field=answer.field)
+        assert isinstance(answer, Read)
+        tag = StructuralTag(text=answer.text, digest=answer.digest)
+        with self._lock:
+            self._tags.put(digest, tag)
+        return tag
+
+    def _compile(self, tag: StructuralTag) -> CompiledGrammar:
+        answer = self._ask(Compile(tag.text.encode(errors="surrogatepass")))
         if isinstance(answer, CompiledLarge) and not self._serves_large:
             raise InvalidRequestError(
                 f"{FIELD} takes more than {MAX_SMALL_BYTES} bytes compiled, which a worker of "
@@ -271,7 +316,8 @@ class GrammarCompiler:
                 field=FIELD,
             )
         if isinstance(answer, CompiledLarge):
-            return self._compile_again(job.tag.text)
+            return self._compile_again(tag.text)
+        assert isinstance(answer, Compiled)
         try:
             return CompiledGrammar.deserialize(
                 answer.grammar, self._tokenizer_info, answer.first_mask_s
@@ -289,17 +335,21 @@ class GrammarCompiler:
         except (RuntimeError, MemoryError) as error:
             raise RequestFailedError(f"the grammar cannot be compiled again: {error}") from error
 
-    def _ask(self, text: str) -> Compiled | CompiledLarge | Refused | TimedOut:
-        """Ask once more if the compiler is killed at work."""
+    def _ask(self, call: Call[ResultT]) -> ResultT:
+        """Ask once more if the compiler is killed at work; what is returned is not Unfinished."""
         for _ in range(MAX_ATTEMPTS):
             try:
-                answer = self._get_process().compile(text)
+                answer = self._get_process().ask(call)
             except OSError as error:
                 logger.warning("the grammar compiler has ended: %s", error)
                 self._drop_process()
-            else:
-                if not isinstance(answer, Killed):
-                    return answer
+                continue
+            if isinstance(answer, Refused):
+                raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
+            if isinstance(answer, TimedOut):
+                raise _overloaded(f"the grammar was not compiled after {answer.after_s:g} s")
+            if not isinstance(answer, Killed):
+                return answer
         raise RequestFailedError(f"the grammar compiler was killed {MAX_ATTEMPTS} times")
 
     def _get_process(self) -> CompilerProcess:

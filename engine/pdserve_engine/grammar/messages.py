@@ -7,6 +7,22 @@ import msgspec
 
 from pdserve_common.processes.calls import Answer, Call, Failed
 from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.structured.tags import Format
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """A constraint as a structural tag: its text and digest."""
+
+    text: str
+    digest: str
+
+
+class NotEnforced(msgspec.Struct, frozen=True, tag=True):
+    """A constraint is malformed, too large, or asks for what no grammar enforces."""
+
+    message: str
+    field: str | None
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +52,8 @@ class Killed(msgspec.Struct, frozen=True, tag=True):
     """Somebody else ended the compilation."""
 
 
-Outcome = Compiled | CompiledLarge | Refused | TimedOut | Killed
+# How any call may end instead.
+Unfinished = Refused | TimedOut | Killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +64,18 @@ class LoadVocabulary(Call[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Compile(Call[Outcome]):
+class ReadConstraint(Call[Read | NotEnforced | Unfinished]):
+    """Make one structural tag of a constraint and of the formats that come first."""
+
+    params: StructuredOutputsParams
+    before: tuple[Format, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compile(Call[Compiled | CompiledLarge | Unfinished]):
     """Compile a structural tag. Its text may have lone surrogates: UTF-8 with `surrogatepass`."""
 
     text: bytes
 
 
-CODEC: FrameCodec[Any] = FrameCodec((Answer, Failed, LoadVocabulary, Compile))
+CODEC: FrameCodec[Any] = FrameCodec((Answer, Failed, LoadVocabulary, ReadConstraint, Compile))

@@ -1,15 +1,19 @@
 """The grammar compiler's process, as the engine sees it."""
 
 import os
+from typing import TypeVar
 
+from pdserve_common.processes.calls import Call
 from pdserve_common.processes.child import ChildProcess, start
 from pdserve_common.processes.connection import Connection
 from pdserve_engine.grammar.child import MAX_WALL_S
-from pdserve_engine.grammar.messages import CODEC, Compile, LoadVocabulary, Outcome
+from pdserve_engine.grammar.messages import CODEC, LoadVocabulary
 
 START_TIMEOUT_S = 60.0
 # The process keeps its own limit; this is for one that is stopped.
 ANSWER_TIMEOUT_S = MAX_WALL_S + 2.0
+
+ResultT = TypeVar("ResultT")
 
 
 class CompilerProcess(ChildProcess):
@@ -25,7 +29,6 @@ class CompilerProcess(ChildProcess):
         """Wait for its start and give it the vocabulary. Raises OSError."""
         self._connection.call(LoadVocabulary(tokenizer_info), START_TIMEOUT_S)
 
-    def compile(self, text: str) -> Outcome:
+    def ask(self, call: Call[ResultT]) -> ResultT:
         """Raises OSError if it is gone or silent."""
-        call = Compile(text.encode(errors="surrogatepass"))
         return self._connection.call(call, ANSWER_TIMEOUT_S)

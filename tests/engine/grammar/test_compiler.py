@@ -1,5 +1,6 @@
 """The compiler of grammars, with its process: what it makes, keeps and refuses, and its death."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from pdserve_common.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from pdserve_common.structured import StructuralTag
+from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_engine.grammar import child as child_module
 from pdserve_engine.grammar import compiler as compiler_module
 from pdserve_engine.grammar import process as process_module
@@ -32,6 +34,7 @@ from pdserve_engine.grammar.native import (
 from pdserve_engine.grammar.process import CompilerProcess
 from support import hostile_grammars
 from support.grammars import EOS, structural_tag, with_digest
+from support.work import work_of
 
 NUMBER = structural_tag({"type": "regex", "pattern": "[0-9]+"})
 WORD = structural_tag({"type": "regex", "pattern": "[a-z]+"})
@@ -170,6 +173,39 @@ def test_what_is_no_grammar_is_refused(make_compiler, text: str, reason: str) ->
     assert reason in error.message
     assert error.field == "structured_outputs"
     assert compiler.outcomes == ["refused"]
+
+
+def test_a_constraint_is_read_once_whatever_its_spelling(make_compiler) -> None:
+    compiler = make_compiler()
+    spellings = [
+        StructuredOutputsParams(json_schema=text)
+        for text in ('{"type": "integer", "minimum": 3}', '{"minimum":3, "type":"integer"}')
+    ]
+    for _ in range(2):
+        grammars = [compiler.compiler.compile(each).result(TIMEOUT_S) for each in spellings]
+        assert grammars[0] is grammars[1]
+    assert compiler.outcomes == ["compiled", "cached", "cached", "cached"]
+    assert compiler.compiler.compile(spellings[1]).done()
+
+
+def test_what_is_not_enforced_is_refused_with_its_place(make_compiler) -> None:
+    compiler = make_compiler()
+    future = compiler.compiler.compile(StructuredOutputsParams(json_schema='{"not": {}}'))
+    error = future.exception(TIMEOUT_S)
+    assert isinstance(error, InvalidRequestError)
+    assert error.message == "structured_outputs.json_schema: not at the root is not enforced"
+    assert error.field == "structured_outputs"
+
+
+def test_a_constraint_that_takes_long_to_read_keeps_nobody_waiting(make_compiler) -> None:
+    """A tag of a thousand schemas with patterns, which have limits each."""
+    schema = {"type": "string", "pattern": "[a-f]{2,40}x[0-9]{1,30}"}
+    formats = [{"type": "json_schema", "json_schema": schema}] * 1000
+    text = json.dumps({"format": {"type": "sequence", "elements": formats}})
+    params = StructuredOutputsParams(structural_tag=text)
+    compiler = make_compiler()
+    asked = work_of(lambda: compiler.compiler.compile(params)).num_calls
+    assert 100 * asked < work_of(lambda: to_structural_tag(params)).num_calls
 
 
 @pytest.fixture

@@ -7,10 +7,20 @@ import pytest
 
 from pdserve_common.defects import DEFECTS
 from pdserve_common.errors import PdserveError, RequestFailedError
+from pdserve_common.processes.calls import Call
+from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.structured import to_structural_tag
 from pdserve_engine.grammar import compiler as compiler_module
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.manager import StructuredOutputManager
-from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Refused
+from pdserve_engine.grammar.messages import (
+    Compile,
+    Compiled,
+    CompiledLarge,
+    Read,
+    ReadConstraint,
+    Refused,
+)
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo, compile_structural_tag
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.grammars import VOCAB_SIZE, structural_tag
@@ -33,7 +43,12 @@ class CompilerProcess:
     def get_ready(self, tokenizer_info: str) -> None:
         assert tokenizer_info
 
-    def compile(self, text: str) -> Any:
+    def ask(self, call: Call[Any]) -> Any:
+        if isinstance(call, ReadConstraint):
+            tag = to_structural_tag(call.params)
+            return Read(tag.text, tag.digest)
+        assert isinstance(call, Compile)
+        text = call.text.decode()
         if text == CRASHES.text and not CompilerProcess.num_crashes:
             CompilerProcess.num_crashes += 1
             raise ConnectionError("it has ended")
@@ -60,6 +75,8 @@ COMPILER_SITES = call_sites(
     "_succeed",
     "_fail",
     "_count",
+    "_make",
+    "_read",
     "_compile",
     "_compile_again",
     "_ask",
@@ -82,6 +99,7 @@ def test_the_compiler(
             compiler.submit(tag, str(number))
             for number, tag in enumerate((CRASHES, PLAIN, LARGE, REFUSED))
         ]
+        futures.append(compiler.compile(StructuredOutputsParams(regex="[a-f]+"), client="4"))
         errors = [future.exception(TIMEOUT_S) for future in futures]
         assert compiler.submit(NEXT).result(TIMEOUT_S)
     assert all(isinstance(error, PdserveError | None) for error in errors)
