@@ -287,6 +287,23 @@ def test_what_a_schema_refers_to_often_is_looked_at_a_few_times(often) -> None:
     assert work.num_chars + work.num_calls < 10 * len(json.dumps(often))
 
 
+def test_many_parameters_of_many_schemas_are_looked_at_a_few_times() -> None:
+    """Each is of any of them."""
+    options = [{"additionalProperties": {"type": "integer", "minimum": n}} for n in range(100)]
+    listed = {f"p{n}": {"minimum": 1} for n in range(0, 900, 2)}
+    schema = {"type": "object", "anyOf": [*options, *({"properties": listed} for _ in range(300))]}
+
+    def num_calls(num_parameters: int) -> int:
+        names = (f"<parameter=p{n}>3</parameter>" for n in range(num_parameters))
+        text = f"<function=f>{''.join(names)}</function>"
+        return work_of(lambda: parse("qwen3_coder", text, tools={"f": schema})).num_calls
+
+    assert num_calls(900) < 4 * num_calls(300)
+    one = "<function=f><parameter=x>3</parameter></function>"
+    each = [work_of(lambda n=n: parse("qwen3_coder", one * n, tools={"f": schema})) for n in (1, 9)]
+    assert each[1].num_calls < 3 * each[0].num_calls
+
+
 NULL_OR_TEXT = {"type": ["string", "null"]}
 
 

@@ -14,9 +14,12 @@ from pdserve_common.structured.schema import implied_types
 
 # "number" is one with a fraction, but in schemas.
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# Of one value, and of schemas that lead to each other. What is not known to be wrong behind them
-# passes.
-_MAX_CHECKS = 10_000
+# Schemas that are looked at: for all that is asked of one document, and for one value. Of what is
+# behind them nothing is said, and what is not known to be wrong passes.
+_MAX_CHECKS = 100_000
+_MAX_CHECKS_OF_VALUE = 10_000
+# Of a value, that do not count for the document: an answer may have any number of values.
+_FREE_CHECKS = 100
 _MAX_DEPTH = 64
 _TYPE_NAMES: Mapping[type, str] = {
     type(None): "null",
@@ -42,12 +45,20 @@ def type_of(value: Json) -> str:
 class Values:
     """The values of a schema, or of a schema within one."""
 
-    def __init__(self, schema: Json, root: Json = None) -> None:
-        """`root`: the document that its `$ref` are about, if that is another one."""
+    def __init__(self, schema: Json, within: "Values | None" = None) -> None:
+        """`within`: those of the document that its `$ref` are about, if it is no document."""
         self._schema = schema
-        root = schema if root is None else root
-        self._document = Document(root=root, field="schema", read=_unread)
-        self._targets: dict[str, Json] = {}
+        # By name; None: any that is not listed.
+        self._properties: dict[str | None, Values | None] = {}
+        self._document: Document
+        self._targets: dict[str, Json]
+        self._budget: _Budget
+        if within is None:
+            self._document = Document(root=schema, field="schema", read=_unread)
+            self._targets, self._budget = {}, _Budget(_MAX_CHECKS)
+        else:
+            self._document, self._targets = within._document, within._targets
+            self._budget = within._budget
 
     @functools.cached_property
     def types(self) -> frozenset[str]:
@@ -61,14 +72,25 @@ class Values:
 
     def property(self, name: str) -> "Values | None":
         """Return the values of an object's property; None if nothing is said of it."""
-        schema = self._property(self._schema, name, set(), 0)
-        return None if schema is None else Values(schema, self._document.root)
+        key = name if name in self._listed_names else None
+        if key not in self._properties:
+            schema = self._property(self._schema, name, set(), 0)
+            self._properties[key] = None if schema is None else Values(schema, self)
+        return self._properties[key]
 
     def accepts(self, value: Json) -> bool:
         """Return whether a value is among them."""
-        return self._is_valid(self._schema, value, _Budget(), 0)
+        most = min(_MAX_CHECKS_OF_VALUE, _FREE_CHECKS + max(0, self._budget.num_left))
+        budget = _Budget(most)
+        is_valid = self._is_valid(self._schema, value, budget, 0)
+        self._budget.num_left -= max(0, most - budget.num_left - _FREE_CHECKS)
+        return is_valid
 
     # ---- by what schemas are made of
+
+    @functools.cached_property
+    def _listed_names(self) -> frozenset[str]:
+        return frozenset(name for part in self._parts() for name in _mapping(part, "properties"))
 
     def _target(self, ref: Json) -> Json:
         if not isinstance(ref, str):
@@ -97,6 +119,8 @@ class Values:
         while left:
             schema = left.pop()
             if isinstance(schema, Mapping) and id(schema) not in seen:
+                if self._budget.is_spent(schema):
+                    return
                 seen.add(id(schema))
                 yield schema
                 left += self._all_of(schema)
@@ -118,6 +142,8 @@ class Values:
         key = id(schema), is_implied
         if key in known:
             return known[key]
+        if self._budget.is_spent(schema):
+            return ALL_TYPES
         known[key] = ALL_TYPES  # of one within itself
         types, parts = _own_types(schema), [*self._all_of(schema)]
         if is_implied and schema.keys().isdisjoint(_SAY_TYPES):
@@ -137,6 +163,8 @@ class Values:
 
     def _property(self, schema: Json, name: str, seen: set[int], depth: int) -> Json | None:
         if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
+            return None
+        if self._budget.is_spent(schema):
             return None
         seen.add(id(schema))
         found = [_own_property(schema, name)]
@@ -170,16 +198,18 @@ class Values:
 
 
 class _Budget:
-    """Of checks: schemas may refer to each other in more ways than can be tried."""
+    """How many schemas may be looked at: they may be many, or refer to each other in more ways than
+    can be tried.
+    """
 
-    def __init__(self) -> None:
-        self._num_left = _MAX_CHECKS
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
 
     def is_spent(self, schema: Mapping[str, Any]) -> bool:
-        """Count a check of a value by this schema: what it lists is looked through."""
-        is_spent = self._num_left <= 0
+        """Count a look at this schema: what it lists is looked through."""
+        is_spent = self.num_left <= 0
         lists = (schema.get(keyword) for keyword in _LISTS)
-        self._num_left -= 1 + sum(len(each) for each in lists if isinstance(each, list | dict))
+        self.num_left -= 1 + sum(len(each) for each in lists if isinstance(each, list | dict))
         return is_spent
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pdserve_common.structured.reasoning import reasoning_formats
+from pdserve_common.structured.values import Values
 from pdserve_router.chat_formats.reader import MAX_READ_AGAIN, Reader, Steps
 from pdserve_router.chat_formats.tags import (
     CallRules,
@@ -53,6 +54,7 @@ class Answer:
         "_call_id",
         "_max_calls",
         "_num_calls",
+        "_parameters",
         "_parts",
         "are_ends_implied",
         "is_reasoning",
@@ -66,6 +68,7 @@ class Answer:
         self.are_ends_implied = False
         self._call_id = call_id
         self._parts: list[OutputPart] = []
+        self._parameters: dict[str, Values] = {}
         self._num_calls = 0
         self._max_calls = None if options.is_parallel else 1
 
@@ -86,6 +89,14 @@ class Answer:
         """Add to those of the last call."""
         if not self._is_dropped:
             self._parts.append(ToolCallDelta(index=self._num_calls - 1, arguments=text))
+
+    def parameters_of(self, name: str) -> Values:
+        """Return what a tool may be called with. Answers have many calls, and schemas many parts:
+        what is known of one counts for the next.
+        """
+        if name not in self._parameters:
+            self._parameters[name] = Values(self.options.tools[name])
+        return self._parameters[name]
 
     def take(self) -> list[OutputPart]:
         parts, self._parts = self._parts, []

@@ -62,7 +62,7 @@ class Qwen3Coder(ChatFormat):
             return False
         answer.begin_call(name)
         answer.arguments("{")
-        parameters = _Parameters(reader, answer, Values(answer.options.tools[name]))
+        parameters = _Parameters(reader, answer, answer.parameters_of(name))
         is_whole = yield from parameters.read()
         if is_whole or not reader.is_ended:
             answer.arguments("}")
