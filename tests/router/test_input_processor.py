@@ -11,7 +11,7 @@ from pdserve_common.capabilities import Capabilities
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured import to_structural_tag
-from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_common.validation import MAX_STOP_TOKEN_IDS, PROBE_PRIORITY
 from pdserve_router.requests import input_processor
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.input_processor import InputProcessor
@@ -82,6 +82,16 @@ async def test_further_eos_tokens_stop_too_unless_ignored(processor) -> None:
     assert result.task.sampling_params.stop_token_ids == (9, 3)
     result = await process(processor, params={"ignore_eos": True})
     assert result.task.sampling_params.stop_token_ids == ()
+
+
+async def test_what_a_client_and_the_model_stop_at_fits_together(processor) -> None:
+    """A worker takes as many as a client may send."""
+    most = range(4, 3 + MAX_STOP_TOKEN_IDS)
+    for asked in (most, [3, *most]):
+        result = await process(processor, params={"stop_token_ids": tuple(asked)})
+        assert len(result.task.sampling_params.stop_token_ids) == MAX_STOP_TOKEN_IDS
+    with pytest.raises(InvalidRequestError, match=r"has 256 ids, at most 255 beside .* 2 EOS"):
+        await process(processor, params={"stop_token_ids": (2, *most)})
 
 
 async def test_deadlines_are_defaulted_and_bounded(processor) -> None:

@@ -155,6 +155,8 @@ CASES = [
         [-7, 0, 7, 14],
         [-14, 1, 21],
     ),
+    Case("multipleOf", {"type": "number", "multipleOf": 2}, [4, -2], [3, 0.5]),
+    Case("multipleOf", {"multipleOf": 4, "minimum": 1, "maximum": 9}, [4, 8], [0, 6, 12], ["a"]),
     Case("multipleOf", INTEGER | {"multipleOf": 1, "minimum": 2}, [2, 3], [1]),
     Case("multipleOf", INTEGER | {"multipleOf": 5.0}, [5, 10, 0], [1, 6]),
     # strings
@@ -322,6 +324,12 @@ CASES = [
         [[1], [1, 2, 3], []],
     ),
     Case("prefixItems", {"type": "array", "prefixItems": []}, [[], [1]], [1]),
+    Case(
+        "minItems",
+        {"type": "array", "prefixItems": [INTEGER], "items": {"$ref": "#"}, "minItems": 1},
+        [[1], [1, [2]], [1, [2, [3]], [4]]],
+        [[], [1, 2], [1, []]],
+    ),
     Case("minItems", {"type": "array", "minItems": 2}, [[1, 2], [1, 2, 3]], [[], [1]]),
     Case("minItems", {"type": "array", "items": NULL, "minItems": 1.0}, [[None]], [[]]),
     Case(
@@ -662,7 +670,7 @@ REFUSALS = [
     Refusal("properties", {"type": ["string", "null"], "properties": {}}),
     Refusal("maximum", {"type": "boolean", "maximum": 1}),
     Refusal("pattern", NULL | {"pattern": "a"}),
-    Refusal("multipleOf", {"type": "number", "multipleOf": 2}),
+    Refusal("multipleOf", {"type": "number", "multipleOf": 0.1}),
     # type, enum and const
     Refusal("type", {"type": "int"}),
     Refusal("type", {"type": 3}),

@@ -119,6 +119,8 @@ def _types(node: Node, keywords: Collection[str] = ()) -> list[str]:
     """Of a node without a type: those that its keywords speak of, or all."""
     value = node.schema.get("type", implied_types(keywords) or [*_KEYWORDS])
     types = value if isinstance(value, list) else [value]
+    if "multipleOf" in node.schema:
+        types = ["integer" if type_ == "number" else type_ for type_ in types]
     for type_ in types:
         if not isinstance(type_, str) or type_ not in _KEYWORDS:
             node.refuse("type", f"is {short(type_)}, must be one of {', '.join(_KEYWORDS)}")
@@ -229,8 +231,9 @@ def _is_finite(written: Written, finite: Collection[int]) -> bool:
     if "anyOf" in written:
         return any(_is_finite(option, finite) for option in written["anyOf"])
     needed: list[Written] = []
-    if written.get("minItems"):
-        needed = [*written.get("prefixItems", ()), written["items"] or {}]
+    if low := written.get("minItems"):
+        needed = written.get("prefixItems", [])[:low]
+        needed = needed if len(needed) == low else [*needed, written["items"]]
     elif "properties" in written:
         names = written["properties"] if "minProperties" in written else written.get("required", ())
         needed = [written["properties"][name] for name in names]

@@ -5,7 +5,7 @@ import secrets
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import DRAWN_SEED_BITS
+from pdserve_common.validation import DRAWN_SEED_BITS, MAX_STOP_TOKEN_IDS
 from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.logprob_limits import most_tokens_with_logprobs
 from pdserve_router.workers.model_limits import ModelLimits
@@ -47,15 +47,24 @@ def complete_params(
     if max_tokens is None:
         most = most_tokens_with_logprobs(params, num_prompt_tokens, limit=max_logprob_entries)
         max_tokens = room if most is None else max(1, params.min_tokens, most)
-    stop_token_ids = params.stop_token_ids
-    if not params.ignore_eos:
-        # A request has one EOS; a model may have more, which stop it like any stop token.
-        more = (i for i in limits.eos_token_ids[1:] if i not in stop_token_ids)
-        stop_token_ids = (*stop_token_ids, *more)
     return dataclasses.replace(
         params,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=params.stop_token_ids if params.ignore_eos else _with_eos(params, limits),
         top_k=min(params.top_k, limits.vocab_size),
         max_tokens=min(max_tokens, room),
         seed=secrets.randbits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
     )
+
+
+def _with_eos(params: SamplingParams, limits: ModelLimits) -> tuple[int, ...]:
+    """A request has one EOS; a model may have more, which stop it like any stop token."""
+    asked = params.stop_token_ids
+    more = [i for i in limits.eos_token_ids[1:] if i not in asked]
+    most = MAX_STOP_TOKEN_IDS - len(more)
+    if len(asked) > most:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(asked)} ids, at most {most} beside the model's "
+            f"{len(limits.eos_token_ids)} EOS tokens",
+            field="stop_token_ids",
+        )
+    return (*asked, *more)

@@ -445,7 +445,8 @@ class WorkerPool:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         await worker.close()
-        # Its engine_id is free.
+        # Its engine_id is free, and it is not taken again.
+        self._changed.pop(worker, None)
         self._refresh(self._duplicates.forget(worker))
         self._notify()
 
