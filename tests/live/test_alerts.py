@@ -71,7 +71,8 @@ def full_blocks(world: World) -> Iterator[None]:
 def full_slots(world: World) -> Iterator[None]:
     """More answers than decode has places for; they are short, and need little KV. Places are freed
     slowly and one at a time: each of those who wait does so for longer than others may overtake it.
-    What decode grants waits for prefill's next step, which is no reason for more prefill workers.
+    What decode grants waits for prefill's next step, which is no reason for more prefill workers:
+    that takes longer than a grant is overdue (1 s), and two of them less than a session (3.5 s).
     """
 
     def ends() -> dict[str, object]:
@@ -80,7 +81,7 @@ def full_slots(world: World) -> Iterator[None]:
     with (
         world.load(clients=140, prompt_tokens=(1, 20), fields=ends),
         slowed(world, DECODE, step_s=0.4),
-        slowed(world, PREFILL, step_s=1.5),
+        slowed(world, PREFILL, step_s=1.2),
     ):
         yield
 
