@@ -7,8 +7,8 @@ import pytest
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
-from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy
-from pdserve_engine.clients.messages import CODEC, LinkMessage
+from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy, send_links
+from pdserve_engine.clients.messages import CODEC, LinkMessage, LinkRef
 from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
     PullFinished,
@@ -27,7 +27,7 @@ class Split:
     def __init__(self, connector: Any, proxy_class: Any, name: str) -> None:
         self.connector = connector
         self.proxy = proxy_class(connector.identity, name, self._to_host)
-        self.host = LinkHost(connector, self._to_proxy)
+        self.host = LinkHost(connector, send_links(self._to_proxy, self.proxy.kind))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.proxy if hasattr(self.proxy, name) else self.connector, name)
@@ -36,13 +36,17 @@ class Split:
     def num_links(self) -> int:
         return len(self.proxy._links) + len(self.host._links)
 
-    def _to_host(self, message: LinkMessage, number: int) -> None:
-        for decoded, ref in CODEC.reader().feed(CODEC.encode(message, number)):
-            self.host.handle(decoded, ref)  # type: ignore[arg-type]
+    def _to_host(self, message: LinkMessage, ref: int) -> None:
+        self.host.handle(*self._carried(message, ref))
 
-    def _to_proxy(self, message: LinkMessage, number: int) -> None:
-        for decoded, ref in CODEC.reader().feed(CODEC.encode(message, number)):
-            self.proxy.deliver(decoded, ref)
+    def _to_proxy(self, message: LinkMessage, ref: int) -> None:
+        self.proxy.deliver(*self._carried(message, ref))
+
+    def _carried(self, message: LinkMessage, ref: int) -> tuple[Any, int]:
+        ((decoded, ref),) = CODEC.reader().feed(CODEC.encode(message, ref))
+        kind, number = LinkRef.unpack(ref)
+        assert kind is self.proxy.kind
+        return decoded, number
 
 
 @pytest.fixture

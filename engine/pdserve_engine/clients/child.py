@@ -72,7 +72,7 @@ class _EngineProcess:
         self._close_asked = asyncio.Event()
         self._is_closing = False
         self._lost = asyncio.Event()
-        self._links: dict[int, LinkHost] = {}
+        self._links: dict[messages.ConnectorKind, LinkHost] = {}
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
         # Of live requests, until the other end says that they have ended.
@@ -121,7 +121,7 @@ class _EngineProcess:
         engine.register_client(lambda outputs: self._send_status())
         connectors = (engine.connector, engine.prefix_connector)
         self._links = host_links(connectors, self.channel.send)
-        identities = {number: host.identity for number, host in self._links.items()}
+        identities = {kind: host.identity for kind, host in self._links.items()}
         self._adapters_version = engine.info.adapters_version
         self._send_status()
         ready = messages.EngineReady(info=engine.info, kv_identities=identities)
@@ -189,8 +189,8 @@ class _EngineProcess:
         elif isinstance(message, messages.ForgetTensors):
             for content_hash in message.content_hashes:
                 self._tensors.pop(content_hash, None)
-        elif isinstance(message, messages.LinkMessage) and ref % 2 in self._links:
-            self._links[ref % 2].handle(message, ref)
+        elif isinstance(message, messages.LinkMessage):
+            self._on_link_message(message, messages.LinkRef.unpack(ref))
         elif isinstance(message, messages.AbortRequests):
             engine.abort_requests(self._client_indexes.get(ref, NO_CLIENT), message.request_ids)
         elif isinstance(message, messages.RegisterClient):
@@ -205,6 +205,11 @@ class _EngineProcess:
             self.channel.answer(message, ref, functools.partial(self._handle, engine))
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _on_link_message(self, message: messages.LinkMessage, link: messages.LinkRef) -> None:
+        if link.connector not in self._links:
+            raise ProtocolError(f"{type(message).__name__} for a connector that is not there")
+        self._links[link.connector].handle(message, link.number)
 
     def _add(self, engine: EngineClient, message: messages.AddRequest) -> None:
         request = message.request

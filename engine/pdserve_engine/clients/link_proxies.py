@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -11,11 +12,13 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
 )
 from pdserve_engine.clients.messages import (
+    ConnectorKind,
     DialLink,
     LinkClosed,
     LinkFailed,
     LinkLost,
     LinkMessage,
+    LinkRef,
     LinkTick,
     LinkUp,
 )
@@ -27,24 +30,27 @@ from pdserve_engine.kv_transfer.endpoint import (
 )
 from pdserve_engine.kv_transfer.links import KVLink, check_welcome, find_mismatch, make_hello
 
+# Sends a message of a link by its number, or of ALL of a connector's.
 Send = Callable[[LinkMessage, int], None]
+ALL = 0
+
+
+def send_links(send: Send, connector: ConnectorKind) -> Send:
+    """Return how messages of a connector's links are sent, made of how messages are."""
+    return lambda message, number: send(message, LinkRef(connector, number).pack())
 
 
 class _Proxy:
-    """The services' side: gives links their numbers. Used on the event loop's thread only.
+    """The services' side: gives links their numbers. Used on the event loop's thread only."""
 
-    A worker may have one of each kind: numbers of a producer's links are even, those of a
-    consumer's odd. 0 and 1 are for all of them.
-    """
-
-    whole: int
+    kind: ClassVar[ConnectorKind]
 
     def __init__(self, identity: KVIdentity, connector: str, send: Send) -> None:
         self.identity = identity
         self._connector = connector
-        self._send = send
+        self._send = send_links(send, self.kind)
         self._links: dict[int, KVLink] = {}
-        self._numbers = itertools.count(self.whole + 2, 2)
+        self._numbers = itertools.count(ALL + 1)
 
     def on_message(
         self, link: KVLink, message: KVLinkRequestMessage | KVLinkResponseMessage
@@ -56,7 +62,7 @@ class _Proxy:
             self._send(LinkLost(reason), link.number)
 
     def on_tick(self) -> None:
-        self._send(LinkTick(), self.whole)
+        self._send(LinkTick(), ALL)
 
     def deliver(self, message: LinkMessage, number: int) -> None:
         """Take a message of the connector; those for links that are gone are ignored."""
@@ -87,7 +93,7 @@ class _Proxy:
 class ProducerProxy(_Proxy):
     """A KVProducerEndpoint."""
 
-    whole = 0
+    kind = ConnectorKind.PRODUCER
 
     def accept_link(
         self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
@@ -104,7 +110,7 @@ class ProducerProxy(_Proxy):
 class ConsumerProxy(_Proxy):
     """A KVConsumerEndpoint."""
 
-    whole = 1
+    kind = ConnectorKind.CONSUMER
     _request_link: RequestLink | None = None
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
@@ -122,7 +128,7 @@ class ConsumerProxy(_Proxy):
         return link
 
     def link_failed(self, engine_id: str, reason: str) -> None:
-        self._send(LinkFailed(engine_id, reason), self.whole)
+        self._send(LinkFailed(engine_id, reason), ALL)
 
     def deliver(self, message: LinkMessage, number: int) -> None:
         if not isinstance(message, DialLink):
@@ -157,7 +163,7 @@ class LinkHost:
         self._send = send
         self._links: dict[int, KVLink] = {}
         if isinstance(connector, KVConsumerEndpoint):
-            connector.bind_link_pool(lambda *address: send(DialLink(*address), ConsumerProxy.whole))
+            connector.bind_link_pool(lambda *address: send(DialLink(*address), ALL))
 
     @property
     def identity(self) -> KVIdentity:
@@ -192,12 +198,15 @@ class LinkHost:
                 connector.link_failed(message.engine_id, error.message)
 
 
-def host_links(connectors: Iterable[object], send: Send) -> dict[int, LinkHost]:
-    """Return the hosts of those that have links, by what remains of their links' numbers."""
+def host_links(connectors: Iterable[object], send: Send) -> dict[ConnectorKind, LinkHost]:
+    """Return the hosts of those that have links."""
     hosts = {}
     for connector in connectors:
         if isinstance(connector, KVProducerEndpoint):
-            hosts[ProducerProxy.whole] = LinkHost(connector, send)
+            kind = ConnectorKind.PRODUCER
         elif isinstance(connector, KVConsumerEndpoint):
-            hosts[ConsumerProxy.whole] = LinkHost(connector, send)
+            kind = ConnectorKind.CONSUMER
+        else:
+            continue
+        hosts[kind] = LinkHost(connector, send_links(send, kind))
     return hosts

@@ -2,9 +2,10 @@
 time.monotonic() means the same.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pdserve_common.defects import Loop
 from pdserve_common.engine_client import EngineState
@@ -39,17 +40,39 @@ from pdserve_common.verbs import VERBS
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.base import KVIdentity
 
+
+class ConnectorKind(enum.IntEnum):
+    """An engine has one connector of each kind at most."""
+
+    PRODUCER = 0
+    CONSUMER = 1
+
+
+class LinkRef(NamedTuple):
+    """Which link a message is about."""
+
+    connector: ConnectorKind
+    # Given by the service's side; 0 is for all links of the connector.
+    number: int
+
+    @classmethod
+    def unpack(cls, ref: int) -> "LinkRef":
+        number, connector = divmod(ref, len(ConnectorKind))
+        return cls(ConnectorKind(connector), number)
+
+    def pack(self) -> int:
+        return self.number * len(ConnectorKind) + self.connector
+
+
 # ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """The engine is loaded. `kv_identities` has an entry for each connector, by its links' numbers
-    modulo 2.
-    """
+    """The engine is loaded, with these connectors."""
 
     info: EngineInfo
-    kv_identities: dict[int, KVIdentity]
+    kv_identities: dict[ConnectorKind, KVIdentity]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +187,7 @@ class GetMetrics(Call[MetricsSnapshot]):
     """What the process's registry holds."""
 
 
-# ---- KvLinks, both ways; refers to the number the service's side gave the link
+# ---- KvLinks, both ways; refers to a LinkRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,7 @@ class SubprocessEngineClient:
         self._tensors = SentTensors()
         self._client_indexes = itertools.count(1)
         self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
-        # By their links' numbers modulo 2.
-        self._proxies: dict[int, ProducerProxy | ConsumerProxy] = {}
+        self._proxies: dict[messages.ConnectorKind, ProducerProxy | ConsumerProxy] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_loaded = False
         self._is_draining = False
@@ -130,12 +129,13 @@ class SubprocessEngineClient:
         self.info = ready.info
         name = ready.info.kv_transport
         for proxy in (ProducerProxy, ConsumerProxy):
-            identity = ready.kv_identities.get(proxy.whole)
+            identity = ready.kv_identities.get(proxy.kind)
             if identity is not None:
-                self._proxies[proxy.whole] = proxy(identity, name, self._channel.send)
-        own = ProducerProxy.whole if role == "prefill" else ConsumerProxy.whole
+                self._proxies[proxy.kind] = proxy(identity, name, self._channel.send)
+        kinds = ProducerProxy.kind, ConsumerProxy.kind
+        own, other = kinds if role == "prefill" else reversed(kinds)
         self.connector = self._proxies.get(own)
-        self.prefix_connector = self._proxies.get(1 - own)
+        self.prefix_connector = self._proxies.get(other)
 
     # ---- EngineClient
 
@@ -259,10 +259,15 @@ class SubprocessEngineClient:
             self.info = self.info.with_adapters(message)
         elif isinstance(message, KVCacheEvents):
             self._on_kv_cache_events(message)
-        elif isinstance(message, messages.LinkMessage) and ref % 2 in self._proxies:
-            self._proxies[ref % 2].deliver(message, ref)
+        elif isinstance(message, messages.LinkMessage):
+            self._on_link_message(message, messages.LinkRef.unpack(ref))
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _on_link_message(self, message: messages.LinkMessage, link: messages.LinkRef) -> None:
+        if link.connector not in self._proxies:
+            raise ProtocolError(f"{type(message).__name__} of a connector that is not there")
+        self._proxies[link.connector].deliver(message, link.number)
 
     def _on_outputs(self, message: EngineCoreOutputs, client_index: int) -> None:
         outputs = self._owners.release_ended(message.outputs)
