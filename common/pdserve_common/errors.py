@@ -8,7 +8,9 @@ from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
 
 
 class PdserveError(Exception):
-    """Base of all errors that a client may see."""
+    """Base of all errors that a client may see. Its message may quote anything that was sent: half
+    a surrogate pair, which UTF-8 has no bytes for, is shown by its number.
+    """
 
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     is_retryable: ClassVar[bool] = False
@@ -16,6 +18,7 @@ class PdserveError(Exception):
     fault: ErrorFault = ErrorFault.UNSPECIFIED
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms

@@ -114,6 +114,23 @@ async def test_a_caller_that_leaves_while_it_is_refused_is_no_error(
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
+async def test_a_refusal_may_quote_half_a_character() -> None:
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        async with rpc.rpc_errors(context), rpc.rpc_errors(context):
+            raise InvalidRequestError("no field is called \ud800")
+
+    server = RpcServer("127.0.0.1", 0)
+    handlers = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    generic = grpc.method_handlers_generic_handler("a.Service", handlers)
+    server.server.add_generic_rpc_handlers((generic,))
+    await server.start(["a.Service"])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"is called \\ud800") as refused:
+            await channel.unary_unary("/a.Service/Refuse")(b"", timeout=60)
+    await server.stop(0)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_call_whose_write_fails_leaves_nothing_behind_though_not_all_is_read() -> None:
     before = asyncio.all_tasks()
 

@@ -155,7 +155,9 @@ class GrammarCompiler:
             grammar = self._cache.get(digest)
             error = self._refusal(source)
             if grammar is None and error is None and len(self._pending) >= self._max_queued:
-                dropped = self._jobs.drop_newest(client, lambda each: len(each.clients) == 1)
+                dropped = self._jobs.drop_newest(
+                    client, lambda each: () if each.is_taken else each.clients
+                )
                 if dropped is None:
                     error = self._too_many()
                 else:

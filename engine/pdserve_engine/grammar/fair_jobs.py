@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -63,18 +63,21 @@ class FairJobs(Generic[T]):
         client.cost += cost
         self._forget()
 
-    def drop_newest(self, name: str, may_drop: Callable[[T], bool]) -> T | None:
-        """Take the newest job that may be dropped of the client that has most, if that has more
-        than this one; None if there is none.
+    def drop_newest(self, name: str, waiting_for: Callable[[T], Collection[str]]) -> T | None:
+        """Take the newest job of the client that has most, among those for which only clients wait
+        that have more than this one; None if there is none. `waiting_for` says who waits for a
+        job, nobody if it may not be dropped.
         """
-        most = max(self._clients.values(), key=lambda each: len(each.jobs), default=None)
         own = self._clients.get(name)
-        if most is None or len(most.jobs) <= (len(own.jobs) if own is not None else 0) + 1:
-            return None
-        job = next(filter(may_drop, reversed(most.jobs)), None)
-        if job is not None:
-            most.jobs.remove(job)
-        return job
+        most = len(own.jobs) + 1 if own is not None else 1
+        larger = {each: client for each, client in self._clients.items() if len(client.jobs) > most}
+        for client in sorted(larger.values(), key=lambda each: -len(each.jobs)):
+            for job in reversed(client.jobs):
+                if (names := waiting_for(job)) and larger.keys() >= set(names):
+                    for each in names:
+                        larger[each].jobs.remove(job)
+                    return job
+        return None
 
     def _forget(self) -> None:
         idle = [(each.cost, name) for name, each in self._clients.items() if not each.jobs]

@@ -310,6 +310,20 @@ def test_of_a_full_queue_the_one_with_most_is_refused(
     assert isinstance(small.result(TIMEOUT_S), CompiledGrammar)
 
 
+def test_two_that_ask_for_the_same_do_not_keep_others_out(
+    make_compiler: Callable[..., Compiler],
+) -> None:
+    compiler = make_compiler(max_queued=4)
+    costly = [
+        [compiler.submit(endless(number), client) for client in ("mallory", "trudy")]
+        for number in range(4)
+    ]
+    small = compiler.submit(WORD, "alice")
+    assert [isinstance(each.exception(TIMEOUT_S), OverloadedError) for each in costly[3]] == [1, 1]
+    compiler.kill_twice()
+    assert isinstance(small.result(TIMEOUT_S), CompiledGrammar)
+
+
 def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_QUEUED_S", 0.5)
     compiler = make_compiler()

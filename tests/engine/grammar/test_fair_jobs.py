@@ -57,9 +57,28 @@ def test_the_one_with_most_gives_way() -> None:
     jobs: FairJobs[int] = FairJobs()
     for number in range(4):
         jobs.put("mallory", number)
-    assert jobs.drop_newest("mallory", lambda _: True) is None
-    assert jobs.drop_newest("alice", lambda job: job < 3) == 2
+    assert jobs.drop_newest("mallory", lambda _: ["mallory"]) is None
+    assert jobs.drop_newest("alice", lambda job: ["mallory"] if job < 3 else []) == 2
     assert [jobs.pop()[1] for _ in range(3)] == [0, 1, 3]
+    assert not jobs
+
+
+def test_a_job_of_several_gives_way_if_each_of_them_has_more() -> None:
+    jobs: FairJobs[int] = FairJobs()
+    waiting = {number: ["mallory", "trudy"] for number in range(4)} | {4: ["mallory", "bob"]}
+    for number, names in waiting.items():
+        for name in names:
+            jobs.put(name, number)
+    assert jobs.drop_newest("bob", waiting.__getitem__) == 3
+    assert jobs.drop_newest("alice", waiting.__getitem__) == 2
+    assert jobs.drop_newest("alice", waiting.__getitem__) == 1
+    assert jobs.drop_newest("alice", waiting.__getitem__) is None, "trudy has one, and bob"
+    assert [jobs.pop() for _ in range(4)] == [
+        ("bob", 4),
+        ("mallory", 0),
+        ("trudy", 0),
+        ("mallory", 4),
+    ]
     assert not jobs
 
 
