@@ -1,5 +1,6 @@
 """Chat formats: texts as models write them, cut anywhere, and texts that are none."""
 
+import itertools
 import json
 import string
 from dataclasses import replace
@@ -321,6 +322,16 @@ NULL_OR_TEXT = {"type": ["string", "null"]}
 def test_a_schema_without_a_type_has_those_of_its_keywords(schema, text, value) -> None:
     tools = {"f": {"properties": {"x": schema}}}
     said = f"<function=f><parameter=x>{text}</parameter></function>"
+    (call,) = parse("qwen3_coder", said, tools=tools)
+    assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("blanks", [*itertools.product(["", " ", "\n "], ["", "\n", " \n"])])
+@pytest.mark.parametrize("value", ["x ", "  x", "x", " "])
+def test_a_listed_value_is_found_among_blanks(value, blanks) -> None:
+    before, behind = blanks
+    tools = {"f": {"properties": {"x": {"enum": [value, 3, "another one"]}}}}
+    said = f"<function=f><parameter=x>{before}{value}{behind}</parameter></function>"
     (call,) = parse("qwen3_coder", said, tools=tools)
     assert json.loads(call.arguments) == {"x": value}
 

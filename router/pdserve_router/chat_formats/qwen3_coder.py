@@ -1,9 +1,11 @@
 """Qwen3-Coder: a call as XML, each parameter in an element of its own."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 
+from pdserve_common.structured.tags import MAX_WHITESPACE
 from pdserve_common.structured.values import Values, type_of
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.reader import Reader, Steps, is_json
@@ -189,6 +191,8 @@ def _as_json(text: str, values: Values) -> str:
     else one of a type that it names, else any.
     """
     readings = [*_readings(text)]
+    if values.are_listed:
+        readings += map(_json, _with_fewer_blanks(text))
     loaded = [json.loads(each) for each in readings]
     found = [i for i, value in enumerate(loaded) if type_of(value) in values.types]
     best = next((i for i in found if len(found) > 1 and values.accepts(loaded[i])), None)
@@ -207,6 +211,16 @@ def _readings(text: str) -> Iterator[str]:
         yield from (each for each in (word, _CONSTANTS.get(word, "")) if is_json(each))
     yield from map(_json, (inner, word, text))
     yield from (each for each in (word if is_string else "", from_python) if is_json(each))
+
+
+def _with_fewer_blanks(text: str) -> Iterator[str]:
+    """Return what a text may be of which some of the blanks around it are none of its own: those
+    that the grammar lets pass, and a line break.
+    """
+    num_left = min(len(text) - len(text.lstrip()), MAX_WHITESPACE + 1)
+    num_right = min(len(text) - len(text.rstrip()), MAX_WHITESPACE + 1)
+    for left, right in itertools.product(range(num_left + 1), range(num_right + 1)):
+        yield text[left : len(text) - right]
 
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}
