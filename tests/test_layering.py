@@ -87,6 +87,7 @@ READ_THE_CLOCK = {
     "common/pdserve_common/metrics_server.py": "sockets of Prometheus",
     "common/pdserve_common/request_validation.py": "ages and timeouts of the wire",
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
+    "common/pdserve_common/runtime.py": "what is handed in",
     "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",
     "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
     "engine/pdserve_engine/models/loader.py": "the start of a process, its log",

@@ -21,6 +21,7 @@ from pdserve_common.processes.child import ChildProcess
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer, open_channel
+from pdserve_common.runtime import Runtime
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
@@ -81,6 +82,7 @@ class RouterServer:
         self._close_grace_s = close_grace_s
         self._is_serving = False
         self._health_tasks: set[asyncio.Task[None]] = set()
+        runtime = Runtime()
         registry = CollectorRegistry()
         defects.export(registry)
         metrics = RouterMetrics(registry)
@@ -126,6 +128,7 @@ class RouterServer:
             rules=config.rules,
             metrics=metrics,
             on_change=self._on_workers_changed,
+            runtime=runtime,
             timings=timings,
             open_channel=partial(open_channel, tls=workers_tls),
             cell=Cell(config.cell or config.router_id, config.cell_size),

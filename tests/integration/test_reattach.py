@@ -13,6 +13,7 @@ from pdserve_common.engine_types import (
     Generate,
     WorkerRole,
 )
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
@@ -119,6 +120,7 @@ async def attached(
             router_id="other",
             router_epoch="0" * 32,
             on_change=lambda: states.append(client.state),
+            runtime=Runtime(),
             timings=timings,
         )
         client.start()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.request_validation import validate_engine_core_request
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.workers import pair_probe, pairs, worker_pool
@@ -67,6 +67,7 @@ class Stage:
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
             on_change=lambda: self.readiness.append(self.pool.is_ready),
+            runtime=Runtime(),
             timings=TIMINGS,
         )
 
@@ -206,7 +207,7 @@ async def test_a_proof_looks_at_no_more_of_a_vocabulary_than_it_needs() -> None:
     eos = WatchedIds((EOS,))
     info = engine_info(WorkerRole.DECODE, vocab_size=150_000, eos_token_ids=eos)
     worker = Answering(info)
-    await pair_probe.probe_alone(worker, timeout_s=20, clock=time.monotonic)
+    await pair_probe.probe_alone(worker, timeout_s=20, runtime=Runtime())
     (request,) = worker.requests
     assert len(set(request.prompt_token_ids)) == info.block_size
     assert eos.num_looks == info.block_size + 1

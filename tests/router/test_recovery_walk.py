@@ -35,6 +35,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
@@ -102,6 +103,7 @@ class Worker:
             router_id="r",
             router_epoch="e",
             on_change=lambda: None,
+            runtime=Runtime(),
         )
         self.client.info = engine_info(role, vocab_size=1 << 20, engine_id=name)
         self.client.origin = Origin.of(self.client.info)

@@ -12,6 +12,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -44,7 +45,7 @@ class Pool:
             require_exact=require_exact,
             has_pair=self.has_pair,
             on_change=lambda: None,
-            clock=lambda: self.now,
+            runtime=Runtime(now=lambda: self.now),
         )
 
     def join(self, role: WorkerRole, weights: str, **info: object) -> WorkerClient:
@@ -56,6 +57,7 @@ class Pool:
             router_id="r",
             router_epoch="0" * 32,
             on_change=lambda: None,
+            runtime=Runtime(),
         )
         self.workers.append(worker)
         self.start(worker, weights, **info)
@@ -145,7 +147,13 @@ async def test_the_first_set_waits_for_those_that_are_dialed(pool) -> None:
     pool.has_settled = False
     pool.workers = [
         WorkerClient(
-            f"d:{i}", role=D, model=MODEL, router_id="r", router_epoch="0", on_change=lambda: None
+            f"d:{i}",
+            role=D,
+            model=MODEL,
+            router_id="r",
+            router_epoch="0",
+            on_change=lambda: None,
+            runtime=Runtime(),
         )
         for i in range(3)
     ]

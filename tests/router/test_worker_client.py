@@ -21,6 +21,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import AttachStream, LinkTimings
@@ -61,6 +62,7 @@ class Link:
             router_id="r",
             router_epoch="e",
             on_change=self._on_change,
+            runtime=Runtime(),
             count_tokens=self._count_tokens,
             timings=self.timings,
         )
@@ -764,6 +766,7 @@ def test_a_worker_that_requests_wait_for_is_tried_more_often() -> None:
         router_id="r",
         router_epoch="e",
         on_change=lambda: None,
+        runtime=Runtime(),
     )
     client._backoff_s = 2.0
     assert client._next_backoff_s == 2.0

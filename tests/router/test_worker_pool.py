@@ -20,6 +20,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import candidates, circuit_breaker
 from pdserve_router.workers.cells import Cell
@@ -71,6 +72,7 @@ class Stage:
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
+            runtime=Runtime(),
             timings=TIMINGS,
             cell=cell,
         )

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineInfo, KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.origin import Origin
@@ -79,6 +80,7 @@ class ModelledPool:
             rules=RoutingRules(**rules),  # type: ignore[arg-type]
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
+            runtime=Runtime(),
         )
 
     @property

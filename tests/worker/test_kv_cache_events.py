@@ -12,6 +12,7 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
@@ -56,7 +57,7 @@ class Router:
     """A router's client of the worker that a proxy leads to, and its index."""
 
     def __init__(self, proxy: CutProxy) -> None:
-        self.index = PrefixIndex[WorkerClient](num_shards=NUM_SHARDS)
+        self.index = PrefixIndex[WorkerClient](runtime=Runtime(), num_shards=NUM_SHARDS)
         self.states: list[WorkerState] = []
         self.client = WorkerClient(
             proxy.address,
@@ -65,6 +66,7 @@ class Router:
             router_id="r",
             router_epoch="0" * 32,
             on_change=lambda: self.states.append(self.client.state),
+            runtime=Runtime(),
             prefix_index=self.index,
             timings=TIMINGS,
         )

@@ -30,6 +30,7 @@ class Candidates:
         "_name",
         "_only_decode",
         "_prefill",
+        "_rng",
         "_table",
     )
 
@@ -39,6 +40,7 @@ class Candidates:
         name: str,
         *,
         index: PrefixIndex[WorkerClient],
+        rng: random.Random,
         hashes: Sequence[int] = (),
         exclude: AbstractSet[WorkerClient] = frozenset(),
         only_decode: WorkerClient | None = None,
@@ -52,6 +54,7 @@ class Candidates:
         self._table = table
         self._name = name
         self._index = index
+        self._rng = rng
         # The request's `prefix_hashes`, if they are known.
         self._hashes = hashes
         self._match: PrefixMatch[WorkerClient] | None = None
@@ -73,7 +76,7 @@ class Candidates:
         queue.
         """
         if not self._exclude and not self._max_queue_tokens:
-            return draw(self._prefill.items, num)
+            return draw(self._prefill.items, num, self._rng)
         return self._draw(self._prefill, num, self._has_room)
 
     def draw_partners(self, prefill: WorkerClient, num: int) -> list[WorkerClient]:
@@ -150,18 +153,18 @@ class Candidates:
         accepts: Callable[[WorkerClient], bool],
     ) -> list[WorkerClient]:
         """Return up to `num` that are accepted, of few that are drawn; of more if too few are."""
-        drawn = [worker for worker in draw(workers.items, num) if accepts(worker)]
+        drawn = [worker for worker in draw(workers.items, num, self._rng) if accepts(worker)]
         if len(drawn) < min(num, len(workers)):
-            drawn = [w for w in draw(workers.items, MAX_LOOKED_AT) if accepts(w)]
-            random.shuffle(drawn)
+            drawn = [w for w in draw(workers.items, MAX_LOOKED_AT, self._rng) if accepts(w)]
+            self._rng.shuffle(drawn)
         return drawn[:num]
 
 
-def draw(workers: Sequence[WorkerClient], num: int) -> list[WorkerClient]:
+def draw(workers: Sequence[WorkerClient], num: int, rng: random.Random) -> list[WorkerClient]:
     """Return `num` of them in random order; all if there are no more."""
     if num == 2 < len(workers):
         # As random.sample, at a third of the cost.
-        one = int(random.random() * len(workers))
-        another = int(random.random() * (len(workers) - 1))
+        one = int(rng.random() * len(workers))
+        another = int(rng.random() * (len(workers) - 1))
         return [workers[one], workers[another + (another >= one)]]
-    return random.sample(workers, min(num, len(workers)))
+    return rng.sample(workers, min(num, len(workers)))

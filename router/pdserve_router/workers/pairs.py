@@ -4,14 +4,13 @@ import asyncio
 import heapq
 import itertools
 import logging
-import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.indexed_set import IndexedSet
 from pdserve_router.workers.model_limits import answering_role
@@ -106,15 +105,15 @@ class Pairs:
         metrics: RouterMetrics,
         table: RouteTable,
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """`require_transport` is "any" or what a transfer has to have used."""
         self._require_transport = require_transport
         self._metrics = metrics
         self._table = table
         self._on_change = on_change
-        self._clock = clock
-        self._random = random.Random()
+        self._runtime = runtime
+        self._clock = runtime.now
         self._members: dict[WorkerClient, _Member] = {}
         self._groups = PairGroups()
         # Those that are ready, and of these the ones without enough partners.
@@ -258,7 +257,7 @@ class Pairs:
         """Return up to `num` workers that it is in no pair with, those that are in the fewest."""
         others = self._ready[other_side(member.group)].items
         if len(others) > 4 * ENOUGH_PARTNERS + len(member.pairs):
-            others = self._random.sample(others, 4 * ENOUGH_PARTNERS)
+            others = self._runtime.rng.sample(others, 4 * ENOUGH_PARTNERS)
         undrawn = [other for other in others if other not in member.pairs]
         return heapq.nsmallest(num, undrawn, key=lambda other: len(self._members[other].pairs))
 
@@ -393,7 +392,7 @@ class Pairs:
         pair.is_probing = True
         self._note(pair)
         task = asyncio.create_task(
-            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, clock=self._clock),
+            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, runtime=self._runtime),
             name=f"probe {pair}",
         )
         self._probes.add(task)

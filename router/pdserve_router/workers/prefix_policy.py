@@ -2,13 +2,13 @@
 
 import heapq
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import PrefixMatch, num_known_tokens
 from pdserve_router.workers.worker_client import WorkerClient
@@ -77,12 +77,11 @@ class PrefixRouting:
     elsewhere. Of two that cost the same either is taken.
     """
 
-    def __init__(
-        self, weights: RoutingWeights, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, weights: RoutingWeights, runtime: Runtime) -> None:
         self._weights = weights
+        self._rng = runtime.rng
         # Tokens to P, requests to D.
-        self._sent = _Sent(clock)
+        self._sent = _Sent(runtime.now)
 
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
@@ -102,7 +101,7 @@ class PrefixRouting:
                 costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))
         if not costs:
             return None
-        p, d = _one_of_best(costs)
+        p, d = _one_of_best(costs, self._rng)
         self._sent.add(p, num_known - cached.num_tokens(p))
         self._sent.add(d, 1)
         return p, d
@@ -120,7 +119,7 @@ class PrefixRouting:
         ]
         if not costs:
             return None
-        chosen = _one_of_best(costs)
+        chosen = _one_of_best(costs, self._rng)
         self._sent.add(chosen, 1)
         return chosen
 
@@ -133,7 +132,7 @@ class PrefixRouting:
         prefill = self._prefill_costs(num_known, cached, candidates)
         if not prefill:
             return None
-        chosen = _one_of_best((cost, worker) for worker, cost in prefill.items())
+        chosen = _one_of_best(((cost, worker) for worker, cost in prefill.items()), self._rng)
         self._sent.add(chosen, num_known - cached.num_tokens(chosen))
         return chosen
 
@@ -176,10 +175,10 @@ class PrefixRouting:
         return weights.routing_topology_weight + (weights.routing_zone_weight if is_far else 0.0)
 
 
-def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
+def _one_of_best(costs: Iterable[tuple[float, T]], rng: random.Random) -> T:
     best = sorted(costs, key=itemgetter(0))[:2]
     is_tie = best[-1][0] - best[0][0] < TIE
-    return random.choice(best)[1] if is_tie else best[0][1]
+    return rng.choice(best)[1] if is_tie else best[0][1]
 
 
 def _zone(worker: WorkerClient) -> str:

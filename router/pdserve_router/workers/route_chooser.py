@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, Pool, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, num_known_tokens
@@ -100,12 +101,17 @@ class RouteChooser:
     """
 
     def __init__(
-        self, rules: RoutingRules, table: RouteTable, index: PrefixIndex[WorkerClient]
+        self,
+        rules: RoutingRules,
+        table: RouteTable,
+        index: PrefixIndex[WorkerClient],
+        runtime: Runtime,
     ) -> None:
         self._rules = rules
         self._table = table
         self._index = index
-        self._policy = ROUTING_POLICIES[rules.routing_policy](rules)
+        self._policy = ROUTING_POLICIES[rules.routing_policy](rules, runtime)
+        self._rng = runtime.rng
 
     def choose(
         self,
@@ -123,6 +129,7 @@ class RouteChooser:
             self._table,
             name,
             index=self._index,
+            rng=self._rng,
             hashes=hashes,
             exclude=exclude,
             only_decode=decode,

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
 from pdserve_router.workers.worker_client import WorkerClient
@@ -181,9 +182,9 @@ def load(worker: WorkerClient) -> int:
     return max(reported, worker.num_in_flight)
 
 
-ROUTING_POLICIES: Mapping[str, Callable[[RoutingWeights], RoutingPolicy]] = {
-    "power_of_two": lambda weights: PowerOfTwo(),
+ROUTING_POLICIES: Mapping[str, Callable[[RoutingWeights, Runtime], RoutingPolicy]] = {
+    "power_of_two": lambda weights, runtime: PowerOfTwo(),
     "prefix": PrefixRouting,
-    "round_robin": lambda weights: RoundRobin(),
-    "session": lambda weights: SessionAffinity(),
+    "round_robin": lambda weights, runtime: RoundRobin(),
+    "session": lambda weights, runtime: SessionAffinity(),
 }

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -85,7 +85,7 @@ class ServedWeights:
         require_exact: bool,
         has_pair: Callable[[str], bool],
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """With `require_exact` workers have to agree on their arithmetic as well, and all that are
         not exact are refused. `has_pair` says whether workers of such a set are a pair that can be
@@ -98,7 +98,8 @@ class ServedWeights:
         self._disaggregation = disaggregation
         self._require_exact = require_exact
         self._on_change = on_change
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._has_pair = has_pair
         # Of the listed workers those that are ready, and in which set each is; empty: in none.
         self._sets: dict[str, _Set] = {}
@@ -258,5 +259,4 @@ class ServedWeights:
         self._timer = None
         due = min((self._members[key].until for key in self._lost), default=math.inf)
         if due < math.inf:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, due - self._clock()), self._on_change)
+            self._timer = self._runtime.call_later(max(0.0, due - self._clock()), self._on_change)

@@ -3,7 +3,6 @@
 import asyncio
 import enum
 import logging
-import random
 import time
 from collections.abc import Callable
 
@@ -36,6 +35,7 @@ from pdserve_common.errors import (
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.rpc import OpenChannel, open_channel
+from pdserve_common.runtime import Runtime
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import (
     AttachStream,
@@ -91,12 +91,12 @@ class WorkerClient:
         router_id: str,
         router_epoch: str,
         on_change: Callable[[], None],
+        runtime: Runtime,
         prefix_index: "PrefixIndex[WorkerClient] | None" = None,
         count_tokens: Callable[[int], None] = lambda num_tokens: None,
         tensors: HeldTensors | None = None,
         timings: LinkTimings | None = None,
         open_channel: OpenChannel = open_channel,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefix_index` is told what the worker has cached; `tensors` has what requests name."""
         self.address = address
@@ -113,8 +113,9 @@ class WorkerClient:
         # Attached to it, this one among them.
         self.num_routers = 1
         # Fed by the pool; a new process begins with a closed one.
-        self.breaker = CircuitBreaker(clock=clock)
-        self._clock = clock
+        self.breaker = CircuitBreaker(clock=runtime.now)
+        self._runtime = runtime
+        self._clock = runtime.now
         self._model = model
         self._router_id = router_id
         self._router_epoch = router_epoch
@@ -137,8 +138,9 @@ class WorkerClient:
         # Before the next dial.
         self._backoff_s = 0.0
         self._task: asyncio.Task[None] | None = None
-        index = PrefixIndex[WorkerClient](num_shards=1) if prefix_index is None else prefix_index
-        self._kv_cache = KVCacheFollower(index, self, self._ask_for_kv_cache)
+        if prefix_index is None:
+            prefix_index = PrefixIndex[WorkerClient](num_shards=1, runtime=runtime)
+        self._kv_cache = KVCacheFollower(prefix_index, self, self._ask_for_kv_cache)
 
     def __str__(self) -> str:
         return self.address
@@ -258,7 +260,7 @@ class WorkerClient:
     async def _run(self) -> None:
         while True:
             # Jitter: routers that lost the same worker do not return all at once.
-            await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(self._backoff_s * self._runtime.rng.uniform(0.5, 1.0))
             self._backoff_s = self._next_backoff_s
             # A channel for each stream: it takes its certificates when it is made.
             async with self._open_channel(self.address) as channel:

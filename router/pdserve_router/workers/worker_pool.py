@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import math
-import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import attrgetter
@@ -16,6 +14,7 @@ from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.rpc import OpenChannel, open_channel
+from pdserve_common.runtime import Runtime
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
@@ -52,11 +51,11 @@ class WorkerPool:
         rules: RoutingRules,
         metrics: RouterMetrics,
         on_change: Callable[[], None],
+        runtime: Runtime,
         timings: LinkTimings | None = None,
         cell: Cell | None = None,
         max_held_tensor_bytes: int = DEFAULT_MAX_BYTES,
         open_channel: OpenChannel = open_channel,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefill` and `decode` are host:port or sources as in `discovery`, of which the workers
         of `cell` are used; `on_change` is called when `is_ready` may have changed. Raises
@@ -69,23 +68,24 @@ class WorkerPool:
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._table = RouteTable()
         self._pairs = Pairs(
             require_transport=rules.require_transport,
             metrics=metrics,
             table=self._table,
             on_change=self._on_change,
-            clock=clock,
+            runtime=runtime,
         )
-        self._trials = WorkerTrials(self._on_worker, clock=clock)
+        self._trials = WorkerTrials(self._on_worker, runtime=runtime)
         self.prefix_index = PrefixIndex[WorkerClient](
-            role_of=attrgetter("role"), metrics=metrics.prefix_index
+            runtime=runtime, role_of=attrgetter("role"), metrics=metrics.prefix_index
         )
         # What live requests name.
         self.tensors = HeldTensors(max_bytes=max_held_tensor_bytes)
         metrics.pictures.follow(lambda: self.tensors.num_bytes)
-        self._chooser = RouteChooser(rules, self._table, self.prefix_index)
+        self._chooser = RouteChooser(rules, self._table, self.prefix_index, runtime)
         self._sources = {
             role: Discovery(
                 role,
@@ -110,7 +110,7 @@ class WorkerPool:
             require_exact=rules.require_determinism == "exact",
             has_pair=lambda name: bool(self._table.paired(WorkerRole.PREFILL, name)),
             on_change=self._on_change,
-            clock=clock,
+            runtime=runtime,
         )
         self.shared_limits = SharedLimits()
         # Since when those that are listed and not ready are not.
@@ -387,14 +387,14 @@ class WorkerPool:
             router_id=self._router_id,
             # Its own for each client: a worker listed under two names would otherwise take the
             # second stream for a successor, and end what runs over the first.
-            router_epoch=secrets.token_hex(16),
+            router_epoch=f"{self._runtime.rng.getrandbits(128):032x}",
             on_change=lambda: self._on_worker(client),
             prefix_index=self.prefix_index,
             count_tokens=self._metrics.generation_tokens.labels(model=self._model.name).inc,
             tensors=self.tensors,
             timings=self._timings,
             open_channel=self._open_channel,
-            clock=self._clock,
+            runtime=self._runtime,
         )
         return client
 

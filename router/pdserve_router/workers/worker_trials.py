@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable
 
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe_alone
 from pdserve_router.workers.worker_client import WorkerClient
@@ -24,13 +24,13 @@ class WorkerTrials:
         self,
         on_change: Callable[[WorkerClient], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """`on_change` is called with a worker whose breaker has closed, and has to call
         `update`.
         """
         self._on_change = on_change
-        self._clock = clock
+        self._runtime = runtime
         self._workers: tuple[WorkerClient, ...] = ()
         self._trials: dict[CircuitBreaker, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -71,7 +71,7 @@ class WorkerTrials:
 
     def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
         trial = asyncio.create_task(
-            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, clock=self._clock),
+            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, runtime=self._runtime),
             name=f"trial of {worker.address}",
         )
         self._trials[breaker] = trial

@@ -42,8 +42,8 @@ def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Route
         rules=RoutingRules(),
         metrics=metrics,
         on_change=lambda: None,
+        runtime=world.runtime,
         open_channel=lambda address: Channel(world.network, process, address),
-        clock=clock,
     )
     adapters = AdapterRollout(pool, ControlClient(None))
     return Router(
