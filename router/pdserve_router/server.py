@@ -111,13 +111,14 @@ class RouterServer:
             if config.api_keys_file
             else None
         )
-        turns = FairQueue(self._prompt_tokens_under_way)
+        turns = FairQueue(self._prompt_tokens_under_way, runtime)
         metrics.quotas.waiting_tokens.set_function(lambda: turns.waiting)
         self._quotas = Quotas(
             self._api_keys.limits if self._api_keys else no_limits,
             num_parts=config.quota_replicas * config.workers,
             turns=turns,
             metrics=metrics.quotas,
+            clock=runtime.now,
         )
         workers_tls = self._tls if config.tls_ca_file else None
         self.pool = WorkerPool(
@@ -150,16 +151,18 @@ class RouterServer:
             chat_format=config.chat_format,
             share_prefixes=config.share_prefixes,
             is_inline=True,
+            clock=runtime.now,
         )
         self.edge_processes = EdgeProcesses(
             input_processor, EdgeSettings.from_config(config), metrics
         )
-        adapters = AdapterRollout(self.pool, ControlClient(workers_tls))
+        adapters = AdapterRollout(self.pool, ControlClient(workers_tls), runtime)
         self._scale_out = AdapterScaleOut(
             self.pool,
             adapters,
             max_requests=config.lora_scale_out_requests if config.lora_updates else 0,
             outcomes=metrics.lora.scale_outs,
+            runtime=runtime,
         )
         self.router = Router(
             pool=self.pool,
@@ -173,6 +176,7 @@ class RouterServer:
             max_num_queued_requests=config.max_num_queued_requests,
             max_redrives=config.max_redrives,
             redrive_wait_s=config.redrive_wait_s,
+            runtime=runtime,
         )
         self._tracing = open_tracing(
             config.otlp_traces_endpoint,

@@ -256,10 +256,19 @@ class World:
             tokenize_start_ns=1,
             tokenize_end_ns=1,
         )
+        runtime = Runtime()
+        redrives = RedriveQueue(
+            self,  # type: ignore[arg-type]
+            metrics=metrics,
+            max_redrives=3,
+            wait_s=0,
+            runtime=runtime,
+        )
         services = Services(
             tokenizer=None,  # type: ignore[arg-type]
             metrics=metrics,
-            redrives=RedriveQueue(self, metrics=metrics, max_redrives=3, wait_s=0),  # type: ignore[arg-type]
+            redrives=redrives,
+            runtime=runtime,
             on_tokens=lambda live, num_new: None,
             on_end=self._on_end,
         )

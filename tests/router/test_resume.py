@@ -66,7 +66,7 @@ def stream(state: RequestState, token_ids, num_top=None) -> list:
             finish_reason=FinishReason.STOP if token_id == EOS else None,
             new_logprobs=None if num_top is None else logprobs_of([token_id], num_top),
         )
-        stop_string = state.accept(output)
+        stop_string = state.accept(output, now_ns=2)
         completions.append(state.collector.take().outputs[0])
         if stop_string is not None:
             break

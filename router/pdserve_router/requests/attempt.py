@@ -1,7 +1,6 @@
 """One attempt at a request: its legs, and what the end of one means for the other."""
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pdserve_common.engine_types import (
@@ -68,14 +67,14 @@ class Attempt:
         self._early: list[EngineCoreOutput] = []
         self._span: Span | None = None
 
-    def begin_span(self, parent: "Span") -> None:
+    def begin_span(self, parent: "Span", now_ns: int) -> None:
         """Call it before `send`: workers make children of it."""
         self._span = begin_attempt(
             parent,
             self.request,
             self.route,
             num_tokens=self._num_known,
-            now_ns=time.monotonic_ns(),
+            now_ns=now_ns,
         )
         self.request = dataclasses.replace(self.request, trace_headers=self._span.headers)
 

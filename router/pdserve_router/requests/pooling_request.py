@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -92,7 +91,7 @@ class PoolingRequest(LiveRequest):
         return self._origins
 
     def start(self) -> None:
-        self._timeline.dispatched_ns = time.monotonic_ns()
+        self._timeline.dispatched_ns = self._runtime.now_ns()
         self._watch_deadline()
         self._send(self.core_request)
 
@@ -149,7 +148,7 @@ class PoolingRequest(LiveRequest):
         worker = self._worker
         self._origin = worker.origin
         if self.span is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = self._runtime.now_ns()
             span = begin_attempt(self.span, request, self._route, num_tokens=0, now_ns=now_ns)
             request = dataclasses.replace(request, trace_headers=span.headers)
             self._attempt_span = span
@@ -173,7 +172,7 @@ class PoolingRequest(LiveRequest):
         else:
             self._redrives.pool.report_success(worker)
             self._pooled = output.pooling_output
-            self._timeline.first_token_ns = time.monotonic_ns()
+            self._timeline.first_token_ns = self._runtime.now_ns()
             self._end(FinishReason.STOP)
 
     def _on_failed(
@@ -197,7 +196,7 @@ class PoolingRequest(LiveRequest):
         """Does nothing if there is none, or it has ended."""
         span, self._attempt_span = self._attempt_span, None
         if span is not None:
-            end_attempt(span, error, time.monotonic_ns(), redrive_reason=redrive_reason)
+            end_attempt(span, error, self._runtime.now_ns(), redrive_reason=redrive_reason)
 
     def _log(self, level: int, text: str, *args: object) -> None:
         attempt = self.recovery.num_redrives
@@ -210,7 +209,7 @@ class PoolingRequest(LiveRequest):
         self._redrives.discard(self)
         if self._is_sent:
             self._worker.abort(self.core_request.request_id)
-        self._timeline.finished_ns = time.monotonic_ns()
+        self._timeline.finished_ns = self._runtime.now_ns()
         stats = self._prefill_stats
         usage = Usage(
             num_prompt_tokens=len(self.core_request.prompt_token_ids),

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -28,6 +27,7 @@ from pdserve_common.errors import (
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.requests.suspects import (
     epoch_of,
@@ -263,10 +263,11 @@ class RedriveQueue:
         metrics: RouterMetrics,
         max_redrives: int,
         wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         self.pool = pool
-        self.clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._max_redrives = max_redrives
         self._metrics = metrics
         self._wait_s = wait_s
@@ -296,7 +297,7 @@ class RedriveQueue:
             return False
         if recovery.is_overloaded and self._max_redrives:
             assert recovery.overloaded_at is not None
-            return self.clock() - recovery.overloaded_at >= self._wait_s
+            return self._clock() - recovery.overloaded_at >= self._wait_s
         return recovery.num_spent >= self._max_redrives
 
     def blame(self, route: AnyRoute, worker: WorkerClient, error: EngineError) -> None:
@@ -320,7 +321,7 @@ class RedriveQueue:
     ) -> None:
         """Note that a worker cannot go on with the request's current attempt."""
         attempt = redrive.recovery.num_redrives
-        redrive.recovery.add(route, worker, error, reason=reason, now=self.clock())
+        redrive.recovery.add(route, worker, error, reason=reason, now=self._clock())
         what_next = "it is sent again when a worker has room"
         if self.is_spent(redrive):
             what_next = "no attempt is left"
@@ -339,7 +340,7 @@ class RedriveQueue:
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
         )
-        waiting.not_before = min(waiting.not_before, self.clock() + delay_s)
+        waiting.not_before = min(waiting.not_before, self._clock() + delay_s)
         self._changed(delay_s)
 
     def discard(self, redrive: Redrive) -> None:
@@ -386,17 +387,16 @@ class RedriveQueue:
         order of their deadlines, and nothing is sent from inside a worker's callback.
         """
         self._metrics.redrives_waiting.set(len(self._waiting))
-        loop = asyncio.get_running_loop()
-        due = loop.time() + delay_s
+        due = self._clock() + delay_s
         if self._timer is not None and (not self._waiting or self._timer_at > due):
             self._timer.cancel()
             self._timer = None
         if self._waiting and self._timer is None:
-            self._timer, self._timer_at = loop.call_later(delay_s, self._send_next), due
+            self._timer, self._timer_at = self._runtime.call_later(delay_s, self._send_next), due
 
     def _send_next(self) -> None:
         self._timer = None
-        now = self.clock()
+        now = self._clock()
         self._end_those_at_fault(now)
         is_unanswered = not any(worker.is_ready for worker in self.pool.answering)
         is_blocked = False
@@ -511,7 +511,7 @@ class RedriveQueue:
                 return route(exclude=recovery.failed | busy, decode=holder)
         with contextlib.suppress(NoWorkerError, OverloadedError):
             return route(exclude=recovery.failed | busy)
-        return route(exclude=recovery.not_yet(self.clock()) | busy)
+        return route(exclude=recovery.not_yet(self._clock()) | busy)
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""

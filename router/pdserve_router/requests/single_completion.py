@@ -5,7 +5,6 @@ end.
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -129,13 +128,13 @@ class SingleCompletion(LiveRequest):
         if self.ending is not None:
             # With another completion of its request, which could not begin.
             return
-        self.state.timeline.dispatched_ns = time.monotonic_ns()
+        self.state.timeline.dispatched_ns = self._runtime.now_ns()
         if (end := self.state.resumed_end) is not None:
             self._end(end.finish_reason, stop_reason=end.stop_reason, outcome=None)
             return
         self._watch_deadline()
         self._send()
-        self.state.timeline.dispatched_ns = time.monotonic_ns()
+        self.state.timeline.dispatched_ns = self._runtime.now_ns()
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error, outcome="aborted")
@@ -168,7 +167,7 @@ class SingleCompletion(LiveRequest):
         self._take_stats(output, worker)
         num_before = len(self.state.token_ids)
         try:
-            stop_string = self.state.accept(output)
+            stop_string = self.state.accept(output, self._runtime.now_ns())
         except PdserveError as problem:
             error = problem.to_engine_error()
             self._redrives.blame(self.route, worker, error)
@@ -234,7 +233,7 @@ class SingleCompletion(LiveRequest):
         self.origins.update(each.origin.with_adapter(lora) for each in self.route.workers)
         self.state.collector.origin = str(joined(self.origins))
         if self.span is not None:
-            self._attempt.begin_span(self.span)
+            self._attempt.begin_span(self.span, self._runtime.now_ns())
         self._attempt.send()
 
     def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
@@ -328,7 +327,7 @@ class SingleCompletion(LiveRequest):
         self._stop_deadline()
         self._redrives.discard(self)
         self._attempt.abort()
-        self.state.timeline.finished_ns = time.monotonic_ns()
+        self.state.timeline.finished_ns = self._runtime.now_ns()
         self.state.finish(
             Ending(
                 finish_reason=finish_reason,

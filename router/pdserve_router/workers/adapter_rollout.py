@@ -16,6 +16,7 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.routing_policy import load
 from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
@@ -53,9 +54,10 @@ class AdapterRollout:
     waited for only if it is of the same name.
     """
 
-    def __init__(self, pool: WorkerPool, control: Control) -> None:
+    def __init__(self, pool: WorkerPool, control: Control, runtime: Runtime) -> None:
         self._pool = pool
         self._control = control
+        self._runtime = runtime
         self._lock = asyncio.Lock()
         # How many changes are asked for, and what `extend` does, which gives way to them.
         self._num_asked = 0
@@ -94,7 +96,7 @@ class AdapterRollout:
             return False
         lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path)
         loads = [
-            asyncio.create_task(self._control.add_lora(w.address, lora, keep_others=True))
+            self._runtime.spawn(self._control.add_lora(w.address, lora, keep_others=True))
             for w in workers
         ]
         self._extension = extension = _Extension(adapter.name, loads)
@@ -228,7 +230,7 @@ class AdapterRollout:
         for _ in range(round(LISTED_TIMEOUT_S / _POLL_S)):
             if condition():
                 return True
-            await asyncio.sleep(_POLL_S)
+            await self._runtime.sleep(_POLL_S)
         return False
 
 

@@ -4,8 +4,7 @@ before they started again.
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve_common import defects
@@ -13,6 +12,7 @@ from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import PdserveError
 from pdserve_common.lora_metrics import ScaleOuts
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.routing_policy import load
 from pdserve_router.workers.worker_client import WorkerClient
@@ -49,14 +49,15 @@ class AdapterScaleOut:
         *,
         max_requests: int,
         outcomes: ScaleOuts,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """A worker with more than `max_requests` requests has much to do; 0: nothing is added."""
         self._pool = pool
         self._rollout = rollout
         self._max_requests = max_requests
         self._outcomes = outcomes
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         # By digest.
         self._turns: dict[str, _Turn] = {}
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +79,7 @@ class AdapterScaleOut:
         if adapter is None or adapter.digest != lora.digest or not adapter.path:
             return
         if workers := self._forgetful(adapter) or self._choose(adapter):
-            self._task = asyncio.create_task(self._add(adapter, workers, turn))
+            self._task = self._runtime.spawn(self._add(adapter, workers, turn))
 
     async def close(self) -> None:
         """Give up what is under way."""

@@ -5,6 +5,7 @@ works, and on one worker.
 import asyncio
 import dataclasses
 import itertools
+from typing import TypeVar
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -24,6 +25,7 @@ from pdserve_router.workers.legs import has_failed, make_legs
 from pdserve_router.workers.worker_client import WorkerClient
 
 PROBE_PREFIX = "probe-"
+T = TypeVar("T")
 _NUM_TOKENS = MAX_PROBE_TOKENS
 
 
@@ -42,11 +44,9 @@ async def probe(
     run = _Probe(prefill, decode)
     try:
         run.start(request)
-        return await asyncio.wait_for(run.result, timeout_s)
+        return await _result(run.result, timeout_s, runtime)
     except NoWorkerError as error:
         raise ProbeFailedError(error.message) from None
-    except asyncio.TimeoutError:
-        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
     finally:
         prefill.abort(request.request_id)
         decode.abort(request.request_id)
@@ -81,13 +81,17 @@ async def probe_alone(worker: WorkerClient, *, timeout_s: float, runtime: Runtim
 
     try:
         worker.add_request(request, on_output)
-        await asyncio.wait_for(result, timeout_s)
+        await _result(result, timeout_s, runtime)
     except NoWorkerError as error:
         raise ProbeFailedError(error.message) from None
-    except asyncio.TimeoutError:
-        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
     finally:
         worker.abort(request.request_id)
+
+
+async def _result(future: "asyncio.Future[T]", timeout_s: float, runtime: Runtime) -> T:
+    if not await runtime.wait(future, timeout_s):
+        raise ProbeFailedError(f"no answer within {timeout_s:g} s")
+    return future.result()
 
 
 def _request(

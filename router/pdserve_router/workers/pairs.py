@@ -391,7 +391,7 @@ class Pairs:
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
         self._note(pair)
-        task = asyncio.create_task(
+        task = self._runtime.spawn(
             probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, runtime=self._runtime),
             name=f"probe {pair}",
         )
@@ -446,8 +446,8 @@ class Pairs:
     def _set_timer(self, pair: Pair) -> None:
         _cancel_timer(pair)
         if not self._is_closed:
-            loop = asyncio.get_running_loop()
-            pair.timer = loop.call_later(pair.breaker.retry_in_s, self._on_due, pair)
+            retry_in_s = pair.breaker.retry_in_s
+            pair.timer = self._runtime.call_later(retry_in_s, self._on_due, pair)
 
     def _on_due(self, pair: Pair) -> None:
         pair.timer = None

@@ -3,7 +3,6 @@
 import asyncio
 import enum
 import logging
-import time
 from collections.abc import Callable
 
 import grpc
@@ -260,7 +259,7 @@ class WorkerClient:
     async def _run(self) -> None:
         while True:
             # Jitter: routers that lost the same worker do not return all at once.
-            await asyncio.sleep(self._backoff_s * self._runtime.rng.uniform(0.5, 1.0))
+            await self._runtime.sleep(self._backoff_s * self._runtime.rng.uniform(0.5, 1.0))
             self._backoff_s = self._next_backoff_s
             # A channel for each stream: it takes its certificates when it is made.
             async with self._open_channel(self.address) as channel:
@@ -407,7 +406,7 @@ class WorkerClient:
         if not len(tokens.handles) == len(tokens.token_ids) == len(tokens.token_indexes):
             raise LinkLostError("its columns of tokens differ in length")
         rows = zip(tokens.handles, tokens.token_ids, tokens.token_indexes, strict=True)
-        if num_taken := self._listeners.dispatch_tokens(rows, time.monotonic_ns()):
+        if num_taken := self._listeners.dispatch_tokens(rows, self._runtime.now_ns()):
             # Once a frame: a counter takes 1 us.
             self._count_tokens(num_taken)
 
@@ -471,9 +470,7 @@ class WorkerClient:
         )
         self._held_state = self.state
         message = f"it did not attach again in time: {reason}"
-        self._hold_timer = asyncio.get_running_loop().call_later(
-            self._hold_s(), self._end_hold, message
-        )
+        self._hold_timer = self._runtime.call_later(self._hold_s(), self._end_hold, message)
         self.stats = None
         self.state = WorkerState.REATTACHING
         self._on_change()

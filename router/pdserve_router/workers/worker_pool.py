@@ -180,7 +180,7 @@ class WorkerPool:
             worker.start()
         for source in self._sources.values():
             source.start()
-        self._settle_timer = asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
+        self._settle_timer = self._runtime.call_later(SETTLE_S, self._settle)
 
     async def close(self) -> None:
         if self._settle_timer is not None:
@@ -414,11 +414,8 @@ class WorkerPool:
         joined = set(self._workers[role]) - set(before.values())
         self._list_workers()
         for worker in gone:
-            self._leaving[worker] = defects.spawn(
-                "workers",
-                self._leave(worker),
-                costs=f"the leave of worker {worker.address}",
-                name=f"leave {worker.address}",
+            self._leaving[worker] = self._runtime.spawn(
+                self._leave(worker), name=f"leave {worker.address}"
             )
         self._refresh((*gone, *joined))
         self._notify()
@@ -440,14 +437,15 @@ class WorkerPool:
 
     async def _leave(self, worker: WorkerClient) -> None:
         logger.info("worker %s has left the list", worker.address)
-        await worker.wait_until_idle()
-        task = self._leaving.pop(worker)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        await worker.close()
-        # Its engine_id is free.
-        self._refresh(self._duplicates.forget(worker))
-        self._notify()
+        with defects.contained("workers", f"the leave of worker {worker.address}"):
+            await worker.wait_until_idle()
+            task = self._leaving.pop(worker)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            await worker.close()
+            # Its engine_id is free.
+            self._refresh(self._duplicates.forget(worker))
+            self._notify()
 
     def _on_worker(self, worker: WorkerClient) -> None:
         self._refresh((worker,))

@@ -67,10 +67,10 @@ class WorkerTrials:
             else:
                 self._start(worker, breaker)
         if waits:
-            self._timer = asyncio.get_running_loop().call_later(min(waits), self._advance)
+            self._timer = self._runtime.call_later(min(waits), self._advance)
 
     def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
-        trial = asyncio.create_task(
+        trial = self._runtime.spawn(
             probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, runtime=self._runtime),
             name=f"trial of {worker.address}",
         )

@@ -32,7 +32,7 @@ def _default(name: str) -> Any:
 
 def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Router:
     """Assemble a router as RouterServer does, without its servers. Runs as `process`."""
-    clock = world.loop.time
+    runtime = world.runtime
     metrics = RouterMetrics(CollectorRegistry())
     pool = WorkerPool(
         prefill=[f"{name}:1" for name in world.names if name.startswith("p")],
@@ -42,15 +42,15 @@ def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Route
         rules=RoutingRules(),
         metrics=metrics,
         on_change=lambda: None,
-        runtime=world.runtime,
+        runtime=runtime,
         open_channel=lambda address: Channel(world.network, process, address),
     )
-    adapters = AdapterRollout(pool, ControlClient(None))
+    adapters = AdapterRollout(pool, ControlClient(None), runtime)
     return Router(
         pool=pool,
         adapters=adapters,
         scale_out=AdapterScaleOut(
-            pool, adapters, max_requests=0, outcomes=metrics.lora.scale_outs, clock=clock
+            pool, adapters, max_requests=0, outcomes=metrics.lora.scale_outs, runtime=runtime
         ),
         tokenizer=tokenizer,
         input_processor=InputProcessor(
@@ -59,19 +59,19 @@ def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Route
             default_deadline_s=60.0,
             max_deadline_s=60.0,
             is_inline=True,
-            clock=clock,
+            clock=runtime.now,
         ),
         metrics=metrics,
         quotas=Quotas(
             no_limits,
             num_parts=1,
-            turns=FairQueue(lambda: float("inf")),
+            turns=FairQueue(lambda: float("inf"), runtime),
             metrics=metrics.quotas,
-            clock=clock,
+            clock=runtime.now,
         ),
         model_name=MODEL_NAME,
         max_num_queued_requests=_default("max_num_queued_requests"),
         max_redrives=_default("max_redrives"),
         redrive_wait_s=_default("redrive_wait_s"),
-        clock=clock,
+        runtime=runtime,
     )
