@@ -106,6 +106,8 @@ CLOCKS = ("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.slee
 # of a Runtime, which is handed in, so that a simulator can drive it. And modules there that have
 # to do with the machine.
 POLICY = (
+    "engine/pdserve_engine/clients/control.py",
+    "engine/pdserve_engine/clients/inproc.py",
     "engine/pdserve_engine/core/",
     "engine/pdserve_engine/kv/",
     "engine/pdserve_engine/kv_transfer/",
