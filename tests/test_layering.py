@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,8 +105,8 @@ READ_THE_CLOCK = {
 CLOCKS = ("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.sleep")
 
 # What decides where requests go and when steps run. Its chance, its waits and its tasks are those
-# of a Runtime, which is handed in, so that a simulator can drive it. And modules there that have
-# to do with the machine.
+# of a Runtime, which is handed in, so that a simulator can drive it. NO_POLICY are modules there
+# that deal with the machine instead.
 POLICY = (
     "engine/pdserve_engine/clients/control.py",
     "engine/pdserve_engine/clients/inproc.py",
@@ -127,7 +129,30 @@ NO_POLICY = {
     "router/pdserve_router/workers/discovery.py": "names and files",
     "router/pdserve_router/workers/tensor_client.py": "calls to a worker",
 }
-EVENT_LOOP = ("create_task", "ensure_future", "timeout", "timeout_at", "wait_for")
+# Modules there that cannot be imported without gRPC, torch or NIXL, which policy does without.
+WITH_LIBRARIES = {
+    "engine/pdserve_engine/clients/": "the verbs of an operator, which reach the model",
+    "engine/pdserve_engine/kv/block_copier.py": "memory of a device",
+    "engine/pdserve_engine/kv/kv_cache.py": "memory of a device",
+    "engine/pdserve_engine/kv/memory.py": "memory of a device",
+    "engine/pdserve_engine/kv_transfer/compatibility.py": "what a model computes in",
+    "engine/pdserve_engine/kv_transfer/cuda_ipc.py": "memory of a device",
+    "engine/pdserve_engine/kv_transfer/nixl": "NIXL",
+    "engine/pdserve_engine/kv_transfer/reads.py": "NIXL",
+    "router/pdserve_router/workers/worker_client.py": "a link to a worker, over gRPC",
+}
+LIBRARIES = ("grpc", "torch", "nixl", "nixl_cu13")
+IMPORT_WITHOUT = """
+import importlib, sys
+
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+"""
+EVENT_LOOP = ("ensure_future", "timeout", "timeout_at", "wait_for")
 
 # Who may start processes besides the room for it, which has how a child dies with its parent.
 PROCESSES = "common/pdserve_common/processes/"
@@ -178,12 +203,18 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
-def imported_modules() -> dict[str, set[str]]:
-    """For each of our modules those of ours that it imports, in functions too."""
+def module_paths() -> dict[str, Path]:
+    """All of our modules by their names."""
     paths = {}
     for package, path in modules():
         parts = path.relative_to(ROOT / PACKAGES[package][0]).with_suffix("").parts
         paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """For each of our modules those of ours that it imports, in functions too."""
+    paths = module_paths()
     found: dict[str, set[str]] = {}
     for module, path in paths.items():
         found[module] = set()
@@ -273,10 +304,12 @@ def takes_from_the_machine(node: ast.AST) -> bool:
         return ast.unparse(node) != "asyncio.sleep(0)"
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.wait":
         return any(keyword.arg == "timeout" for keyword in node.keywords)
+    if isinstance(node, ast.Call) and ast.unparse(node) == "random.Random()":
+        return True
     if not isinstance(node, ast.Attribute):
         return False
     owner = ast.unparse(node.value)
-    if node.attr in ("call_later", "call_at"):
+    if node.attr in ("call_later", "call_at", "create_task"):
         return not owner.endswith("runtime")
     return (
         (owner == "random" and node.attr != "Random")
@@ -300,6 +333,18 @@ def test_policy_takes_chance_waits_and_tasks_from_its_runtime() -> None:
     ]
     assert not wrong, "\n".join(wrong)
     assert not [where for where in NO_POLICY if not (ROOT / where).exists()]
+
+
+def test_policy_is_imported_without_grpc_torch_and_nixl() -> None:
+    deciding = set(policy())
+    names = [
+        name
+        for name, path in module_paths().items()
+        if path in deciding and not str(path.relative_to(ROOT)).startswith(tuple(WITH_LIBRARIES))
+    ]
+    assert len(names) > 100
+    command = [sys.executable, "-c", IMPORT_WITHOUT, ",".join(LIBRARIES), *names]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == ""
 
 
 def starts_processes(path: Path) -> bool:

@@ -28,6 +28,7 @@ from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.api.body_guard import BodyGuard
 from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.grpc_request_log import GrpcRequestLog
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
 from pdserve_router.api.host_guard import HostGuard
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
@@ -40,7 +41,7 @@ from pdserve_router.requests.fair_queue import FairQueue
 from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.pictures import RequestPictures
 from pdserve_router.requests.quotas import Quotas, no_limits
-from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
+from pdserve_router.requests.request_log import HttpRequestLog, RequestLog
 from pdserve_router.router import Router
 from pdserve_router.text.picture_processor import PictureProcessor
 from pdserve_router.text.served_model import ServedModel, labels_of
@@ -50,6 +51,7 @@ from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.control_client import ControlClient
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -124,14 +126,19 @@ class RouterServer:
         self.pool = WorkerPool(
             prefill=config.prefill,
             decode=config.decode,
-            model=ServedModel(config.model_name, tokenizer_digest(config.model)),
-            router_id=config.router_id,
+            connect=partial(
+                WorkerClient,
+                model=ServedModel(config.model_name, tokenizer_digest(config.model)),
+                router_id=config.router_id,
+                count_tokens=metrics.generation_tokens.labels(model=config.model_name).inc,
+                timings=timings,
+                open_channel=partial(open_channel, tls=workers_tls),
+                runtime=runtime,
+            ),
             rules=config.rules,
             metrics=metrics,
             on_change=self._on_workers_changed,
             runtime=runtime,
-            timings=timings,
-            open_channel=partial(open_channel, tls=workers_tls),
             cell=Cell(config.cell or config.router_id, config.cell_size),
             max_held_tensor_bytes=config.max_held_tensor_bytes,
         )

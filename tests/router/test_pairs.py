@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -30,6 +31,7 @@ from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.workers import pair_probe, pairs, worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import (
     EOS,
@@ -62,13 +64,13 @@ class Stage:
         self.pool = WorkerPool(
             prefill=[*(worker.address for worker in self.prefill), *also_prefill],
             decode=[worker.address for worker in self.decode],
-            model=MODEL,
-            router_id="r",
+            connect=partial(
+                WorkerClient, model=MODEL, router_id="r", timings=TIMINGS, runtime=Runtime()
+            ),
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
             on_change=lambda: self.readiness.append(self.pool.is_ready),
             runtime=Runtime(),
-            timings=TIMINGS,
         )
 
     def count(self, state: str) -> float:

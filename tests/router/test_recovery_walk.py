@@ -44,7 +44,8 @@ from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.fake_worker import MODEL, engine_info
 
 NUM_WALKS = 400
@@ -101,7 +102,6 @@ class Worker:
             role=role,
             model=MODEL,
             router_id="r",
-            router_epoch="e",
             on_change=lambda: None,
             runtime=Runtime(),
         )

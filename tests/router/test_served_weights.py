@@ -15,7 +15,8 @@ from pdserve_common.engine_types import WorkerRole
 from pdserve_common.runtime import Runtime
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.crew import ANSWERS, A, B, numbers
 from support.fake_worker import MODEL, engine_info
 from support.waiting import until
@@ -55,7 +56,6 @@ class Pool:
             role=role,
             model=MODEL,
             router_id="r",
-            router_epoch="0" * 32,
             on_change=lambda: None,
             runtime=Runtime(),
         )
@@ -151,7 +151,6 @@ async def test_the_first_set_waits_for_those_that_are_dialed(pool) -> None:
             role=D,
             model=MODEL,
             router_id="r",
-            router_epoch="0",
             on_change=lambda: None,
             runtime=Runtime(),
         )

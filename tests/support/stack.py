@@ -327,7 +327,6 @@ async def attached_worker(stack: RunningStack, name: str) -> AsyncIterator[Worke
         role=WorkerRole[name.split("-")[0].upper()],
         model=stack.served_model,
         router_id="other",
-        router_epoch="0" * 32,
         on_change=look,
         runtime=Runtime(),
     )

@@ -19,7 +19,8 @@ from pdserve_engine.config import EngineConfig
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.cut_proxy import CutProxy
 from support.metrics import value
 from support.prefix_lengths import num_cached
@@ -64,7 +65,6 @@ class Router:
             role=WorkerRole.DECODE,
             model=ServedModel("tiny", ""),
             router_id="r",
-            router_epoch="0" * 32,
             on_change=lambda: self.states.append(self.client.state),
             runtime=Runtime(),
             prefix_index=self.index,

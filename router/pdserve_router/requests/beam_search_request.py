@@ -32,7 +32,7 @@ from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.text.parts import OutputPart, join_parts
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import AnyRoute, Route
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -127,7 +127,7 @@ class BeamSearchRequest(LiveRequest):
         return stop_token_ids | {eos_token_id}
 
     @property
-    def _worker(self) -> WorkerClient:
+    def _worker(self) -> Worker:
         return self._route.decode
 
     def start(self) -> None:

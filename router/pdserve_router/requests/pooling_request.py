@@ -27,7 +27,7 @@ from pdserve_router.requests.request_spans import add_stages, begin_attempt, end
 from pdserve_router.workers.legs import failure_of, has_failed
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import AnyRoute
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -83,7 +83,7 @@ class PoolingRequest(LiveRequest):
         return dataclasses.replace(self.core_request, attempt=self.recovery.num_redrives + 1)
 
     @property
-    def _worker(self) -> WorkerClient:
+    def _worker(self) -> Worker:
         return self._route.prompt_worker
 
     def share_origin(self) -> Collection[Origin]:
@@ -159,7 +159,7 @@ class PoolingRequest(LiveRequest):
         else:
             self._is_sent = True
 
-    def _on_output(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+    def _on_output(self, worker: Worker, output: EngineCoreOutput) -> None:
         self._prefill_stats = output.prefill_stats or self._prefill_stats
         if not output.finished:
             return
@@ -176,7 +176,7 @@ class PoolingRequest(LiveRequest):
             self._end(FinishReason.STOP)
 
     def _on_failed(
-        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
+        self, worker: Worker, error: EngineError, *, level: int = logging.WARNING
     ) -> None:
         """Send the request again if that may help."""
         self._redrives.blame(self._route, worker, error)

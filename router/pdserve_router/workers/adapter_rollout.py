@@ -18,7 +18,7 @@ from pdserve_common.errors import (
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.runtime import Runtime
 from pdserve_router.workers.routing_policy import load
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class AdapterRollout:
             await self._until_listed(adapter)
             return adapter
 
-    async def extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+    async def extend(self, adapter: LoRAAdapter, workers: Sequence[Worker]) -> bool:
         """Load an adapter on more workers, from where others have it, if they have room; False, and
         nothing, if by now its name stands for another one, or on one of them for any, or if `load`
         or `unload` is called before all have it. Raises as `load` does.
@@ -116,7 +116,7 @@ class AdapterRollout:
             raise failures[0]
         return False
 
-    def may_extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+    def may_extend(self, adapter: LoRAAdapter, workers: Sequence[Worker]) -> bool:
         """Does its name stand for it, and on these workers for nothing?"""
         current = self._pool.limits.adapter(adapter.name) if self._pool.limits else None
         return (
@@ -159,10 +159,10 @@ class AdapterRollout:
         finally:
             self._num_asked -= 1
 
-    def _ready(self) -> list[WorkerClient]:
+    def _ready(self) -> list[Worker]:
         return [w for w in (*self._pool.decode, *self._pool.prefill) if self._pool.serves(w)]
 
-    def _choose(self, name: str, num_workers: int) -> Sequence[WorkerClient]:
+    def _choose(self, name: str, num_workers: int) -> Sequence[Worker]:
         """Return decode workers first. Those that have the name come first, then those with the
         least load, of prefill those that are proven with a chosen decode worker.
         """
@@ -179,11 +179,11 @@ class AdapterRollout:
         prefill.sort(key=lambda p: (p not in partners, not _digest_of(p, name), load(p)))
         return [*decode[:num_workers], *prefill[:num_workers]]
 
-    def _partners(self, decode: Sequence[WorkerClient]) -> Collection[WorkerClient]:
+    def _partners(self, decode: Sequence[Worker]) -> Collection[Worker]:
         return {partner for worker in decode for partner in self._pool.partners(worker)}
 
     async def _add_first(
-        self, worker: WorkerClient, lora: LoRARequest, before: Mapping[WorkerClient, str]
+        self, worker: Worker, lora: LoRARequest, before: Mapping[Worker, str]
     ) -> LoRAAdapter:
         try:
             return await self._control.add_lora(worker.address, lora)
@@ -195,8 +195,8 @@ class AdapterRollout:
 
     async def _take_back(
         self,
-        workers: Sequence[WorkerClient],
-        before: Mapping[WorkerClient, str],
+        workers: Sequence[Worker],
+        before: Mapping[Worker, str],
         name: str,
         digest: str,
     ) -> None:
@@ -206,7 +206,7 @@ class AdapterRollout:
         changed = [worker for worker in workers if not digest or before[worker] != digest]
         await asyncio.gather(*(self._remove(worker, name, digest) for worker in changed))
 
-    async def _remove(self, worker: WorkerClient, name: str, digest: str) -> None:
+    async def _remove(self, worker: Worker, name: str, digest: str) -> None:
         try:
             await self._control.remove_lora(worker.address, name, digest)
         except PdserveError as error:
@@ -234,7 +234,7 @@ class AdapterRollout:
         return False
 
 
-def _digest_of(worker: WorkerClient, name: str) -> str:
+def _digest_of(worker: Worker, name: str) -> str:
     """Return what a name stands for on a worker; empty: nothing."""
     adapters = worker.info.adapters if worker.info is not None else ()
     return next((each.digest for each in adapters if each.name == name), "")

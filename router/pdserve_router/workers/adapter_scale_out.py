@@ -15,7 +15,7 @@ from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.runtime import Runtime
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.routing_policy import load
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ class AdapterScaleOut:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _add(
-        self, adapter: LoRAAdapter, workers: Sequence[WorkerClient], turn: _Turn
-    ) -> None:
+    async def _add(self, adapter: LoRAAdapter, workers: Sequence[Worker], turn: _Turn) -> None:
         addresses = ", ".join(worker.address for worker in workers)
         try:
             if await self._rollout.extend(adapter, workers):
@@ -115,7 +113,7 @@ class AdapterScaleOut:
 
     # ---- whom to add it to
 
-    def _forgetful(self, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _forgetful(self, adapter: LoRAAdapter) -> list[Worker]:
         """Return one worker that had it before it started again, if there is one. It is asked once:
         if it refuses, its folders may be others now.
         """
@@ -124,7 +122,7 @@ class AdapterScaleOut:
                 return [worker]
         return []
 
-    def _choose(self, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _choose(self, adapter: LoRAAdapter) -> list[Worker]:
         """Return who is to get it: none, or the pair with the least load, as far as it lacks it."""
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL):
             holders = self._pool.holders(role, adapter.digest)
@@ -132,7 +130,7 @@ class AdapterScaleOut:
                 return self._pair_of(role, adapter)
         return []
 
-    def _pair_of(self, role: WorkerRole, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _pair_of(self, role: WorkerRole, adapter: LoRAAdapter) -> list[Worker]:
         """Return the worker of a role with the least load that lacks it, and a partner unless one
         with little to do has it.
         """
@@ -153,10 +151,10 @@ class AdapterScaleOut:
                 return [worker]
         return []
 
-    def _lacks(self, worker: WorkerClient, adapter: LoRAAdapter) -> bool:
+    def _lacks(self, worker: Worker, adapter: LoRAAdapter) -> bool:
         return self._rollout.may_extend(adapter, [worker])
 
-    def _is_busy(self, worker: WorkerClient) -> bool:
+    def _is_busy(self, worker: Worker) -> bool:
         return load(worker) > self._max_requests
 
     def _forget_old(self) -> None:
@@ -167,7 +165,7 @@ class AdapterScaleOut:
                 del self._turns[digest]
 
 
-def _note_asked(adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> None:
+def _note_asked(adapter: LoRAAdapter, workers: Sequence[Worker]) -> None:
     """They have it, or have refused it."""
     for worker in workers:
         worker.forgotten -= {adapter.digest}

@@ -22,7 +22,7 @@ from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_router.workers.legs import has_failed, make_legs
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 PROBE_PREFIX = "probe-"
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class ProbeFailedError(Exception):
 
 
 async def probe(
-    prefill: WorkerClient, decode: WorkerClient, *, timeout_s: float, runtime: Runtime
+    prefill: Worker, decode: Worker, *, timeout_s: float, runtime: Runtime
 ) -> KVTransferStats:
     """Have `prefill` compute two blocks and one token, and `decode` pull them and add one. Returns
     what the transfer was. Raises ProbeFailedError.
@@ -52,7 +52,7 @@ async def probe(
         decode.abort(request.request_id)
 
 
-async def probe_alone(worker: WorkerClient, *, timeout_s: float, runtime: Runtime) -> None:
+async def probe_alone(worker: Worker, *, timeout_s: float, runtime: Runtime) -> None:
     """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff, or
     their vector if its model pools. Raises ProbeFailedError.
     """
@@ -119,7 +119,7 @@ def _request(
 class _Probe:
     """Both legs of one probe; `result` is set once D has its token."""
 
-    def __init__(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+    def __init__(self, prefill: Worker, decode: Worker) -> None:
         self.result: asyncio.Future[KVTransferStats] = asyncio.get_running_loop().create_future()
         self._prefill = prefill
         self._decode = decode

@@ -1,7 +1,6 @@
-"""One worker as the router knows it: its state, its load, and the requests that run on it."""
+"""One worker over gRPC: its link, its state, and the requests that run on it."""
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable
 
@@ -19,8 +18,6 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
-    KVTransferParams,
-    SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import (
@@ -48,31 +45,19 @@ from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.held_tensors import HeldTensors
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, OutputCallback, TokenCallback, no_token
-from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.tensor_client import TensorClient
+from pdserve_router.workers.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerState(enum.Enum):
-    """What a worker can be used for."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    # Its operator has paused it: requests would wait. It may become ready again.
-    PAUSED = "paused"
-    DRAINING = "draining"
-    # Its stream broke; its requests wait for the next one to adopt them.
-    REATTACHING = "reattaching"
-    DOWN = "down"
 
 
 # In these it has a stream and runs requests.
 _ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 
 
-class WorkerClient:
+class WorkerClient(Worker):
     """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks.
 
     A stream that breaks is replaced at once, and its requests go on where they were if the worker
@@ -88,36 +73,23 @@ class WorkerClient:
         role: WorkerRole,
         model: ServedModel,
         router_id: str,
-        router_epoch: str,
         on_change: Callable[[], None],
         runtime: Runtime,
-        prefix_index: "PrefixIndex[WorkerClient] | None" = None,
+        prefix_index: "PrefixIndex[Worker] | None" = None,
         count_tokens: Callable[[int], None] = lambda num_tokens: None,
         tensors: HeldTensors | None = None,
         timings: LinkTimings | None = None,
         open_channel: OpenChannel = open_channel,
     ) -> None:
         """`prefix_index` is told what the worker has cached; `tensors` has what requests name."""
-        self.address = address
-        self.host, _, self._port = address.rpartition(":")
-        self.role = role
-        self.state = WorkerState.CONNECTING
-        self.info: EngineInfo | None = None
-        # Of what it computes; unknown until it was attached once.
-        self.origin = UNKNOWN
-        # Digests of the adapters that its processes had before it started again, and that it has
-        # not got back.
-        self.forgotten: frozenset[str] = frozenset()
-        self.stats: SchedulerStats | None = None
-        # Attached to it, this one among them.
-        self.num_routers = 1
-        # Fed by the pool; a new process begins with a closed one.
-        self.breaker = CircuitBreaker(clock=runtime.now)
+        super().__init__(address, role=role, runtime=runtime)
         self._runtime = runtime
         self._clock = runtime.now
         self._model = model
         self._router_id = router_id
-        self._router_epoch = router_epoch
+        # Its own for each client: a worker that is listed twice would otherwise take the second
+        # stream for a successor, and end what runs over the first.
+        self._router_epoch = f"{runtime.rng.getrandbits(128):032x}"
         self._on_change = on_change
         self._count_tokens = count_tokens
         self._timings = timings or LinkTimings()
@@ -138,39 +110,14 @@ class WorkerClient:
         self._backoff_s = 0.0
         self._task: asyncio.Task[None] | None = None
         if prefix_index is None:
-            prefix_index = PrefixIndex[WorkerClient](num_shards=1, runtime=runtime)
+            prefix_index = PrefixIndex[Worker](num_shards=1, runtime=runtime)
         self._kv_cache = KVCacheFollower(prefix_index, self, self._ask_for_kv_cache)
-
-    def __str__(self) -> str:
-        return self.address
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is WorkerState.READY
-
-    @property
-    def engine_id(self) -> str:
-        """The worker's name for itself; empty until it was attached once."""
-        return self.info.engine_id if self.info is not None else ""
-
-    @property
-    def epoch(self) -> str:
-        """Which start of its process this is; empty until it was attached once."""
-        return self.info.epoch if self.info is not None else ""
-
-    @property
-    def kv_transfer_params(self) -> KVTransferParams:
-        """How the other side of a handoff finds this worker."""
-        return KVTransferParams(
-            remote_engine_id=self.engine_id, remote_host=self.host, remote_port=int(self._port)
-        )
 
     @property
     def num_in_flight(self) -> int:
         return len(self._listeners)
 
     async def wait_until_idle(self) -> None:
-        """Return when no request is in flight. As bounded as the requests' deadlines are."""
         await self._listeners.wait_until_none()
 
     def start(self) -> None:
@@ -203,13 +150,6 @@ class WorkerClient:
         *,
         take_token: TokenCallback = no_token,
     ) -> None:
-        """Send a request. `on_output` gets the outputs of this attempt, the last one has a
-        finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
-        has raised. A token that comes alone goes to `take_token` first; those that it takes are
-        told to `count_tokens`. A higher attempt takes the place of the one that runs, which gets no
-        end. A paused worker keeps the request until it goes on. Tensors that it names are put
-        first. Raises NoWorkerError if the worker takes nothing.
-        """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.to_proto(request)
@@ -235,9 +175,6 @@ class WorkerClient:
         self._end_with(request.request_id, error.to_engine_error())
 
     def abort(self, request_id: str) -> None:
-        """End a request; its callback is not called any more. Workers ignore ids they do not know,
-        so it may also be called after the last output.
-        """
         self._listeners.forget(request_id)
         # A lost stream has aborted its requests already; the successor of a broken one does not ask
         # for this request, or finds it adopted and aborts it then.

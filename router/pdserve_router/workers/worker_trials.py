@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe_alone
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class WorkerTrials:
 
     def __init__(
         self,
-        on_change: Callable[[WorkerClient], None],
+        on_change: Callable[[Worker], None],
         *,
         runtime: Runtime,
     ) -> None:
@@ -31,12 +31,12 @@ class WorkerTrials:
         """
         self._on_change = on_change
         self._runtime = runtime
-        self._workers: tuple[WorkerClient, ...] = ()
+        self._workers: tuple[Worker, ...] = ()
         self._trials: dict[CircuitBreaker, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def update(self, workers: Iterable[WorkerClient]) -> None:
+    def update(self, workers: Iterable[Worker]) -> None:
         """Take those whose breaker is open."""
         self._workers = tuple(workers)
         self._advance()
@@ -69,7 +69,7 @@ class WorkerTrials:
         if waits:
             self._timer = self._runtime.call_later(min(waits), self._advance)
 
-    def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
+    def _start(self, worker: Worker, breaker: CircuitBreaker) -> None:
         trial = self._runtime.spawn(
             probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, runtime=self._runtime),
             name=f"trial of {worker.address}",
@@ -78,7 +78,7 @@ class WorkerTrials:
         trial.add_done_callback(lambda done: self._on_tried(worker, breaker, done))
 
     def _on_tried(
-        self, worker: WorkerClient, breaker: CircuitBreaker, trial: "asyncio.Task[None]"
+        self, worker: Worker, breaker: CircuitBreaker, trial: "asyncio.Task[None]"
     ) -> None:
         del self._trials[breaker]
         if trial.cancelled() or not breaker.is_open:

@@ -1,5 +1,6 @@
 """A router process of a simulation: the real core, from `submit` on."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +17,7 @@ from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.control_client import ControlClient
 from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.simulation.loop import Process
 from support.simulation.rpc import Channel
@@ -37,13 +39,17 @@ def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Route
     pool = WorkerPool(
         prefill=[f"{name}:1" for name in world.names if name.startswith("p")],
         decode=[f"{name}:1" for name in world.names if name.startswith("d")],
-        model=ServedModel(MODEL_NAME, ""),
-        router_id="router",
+        connect=partial(
+            WorkerClient,
+            model=ServedModel(MODEL_NAME, ""),
+            router_id="router",
+            open_channel=lambda address: Channel(world.network, process, address),
+            runtime=runtime,
+        ),
         rules=RoutingRules(),
         metrics=metrics,
         on_change=lambda: None,
         runtime=runtime,
-        open_channel=lambda address: Channel(world.network, process, address),
     )
     adapters = AdapterRollout(pool, ControlClient(None), runtime)
     return Router(

@@ -57,7 +57,7 @@ class World:
         self, loop: VirtualLoop, seed: int, schedule: Sequence[faults.Fault] | None
     ) -> None:
         self.loop, self.random = loop, random.Random(seed)
-        self.runtime = Runtime(now=loop.time, rng=random.Random(seed))
+        self.runtime = Runtime(now=loop.time, rng=random.Random(f"policy {seed}"))
         self.journal = Journal(loop.time, lambda: current_name("world"))
         self.network = Network(loop, self.random, self.journal)
         self.has_prefix_caching = self.random.random() < 0.7
