@@ -17,6 +17,7 @@ from machine import describe
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.wire import from_proto, to_proto
 from pdserve_engine.kv.block_pool import BlockPool
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def _filled() -> tuple[PrefixIndex[int], list[list[int]]]:
-    index = PrefixIndex[int]()
+    index = PrefixIndex[int](runtime=Runtime())
     systems = [_draw(SYSTEM_BLOCKS) for _ in range(100)]
     prompts: list[list[int]] = []
     while len(prompts) % 50 or len(index) < NUM_BLOCKS:
@@ -90,7 +91,7 @@ def _step(pool: BlockPool, hashes: list[bytes]) -> None:
 
 
 def _events() -> Iterable[float]:
-    follower = KVCacheFollower(PrefixIndex[int](), 0, lambda: None)
+    follower = KVCacheFollower(PrefixIndex[int](runtime=Runtime()), 0, lambda: None)
     for seq in range(1, 2000):
         events = KVCacheEvents(
             seq=seq,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pdserve_common.engine_types import EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import prefix_hashes
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 from support.modelled_pool import ModelledPool, modelled
 
 NUM_REQUESTS = 2000

@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,7 +80,7 @@ FENCED = {
 }
 
 # Packages whose modules get their clock as an argument `clock`, so that tests can run them on time
-# of their own, and those of their modules that may read time.monotonic themselves.
+# of their own, and those of their modules that may read the machine's clock themselves.
 CLOCKED = {"pdserve_common", "pdserve_worker", "pdserve_engine", "pdserve_router"}
 READ_THE_CLOCK = {
     "common/pdserve_common/engine_types.py": "when a value was made, if nobody says it",
@@ -86,13 +88,71 @@ READ_THE_CLOCK = {
     "common/pdserve_common/load_log.py": "a log",
     "common/pdserve_common/metrics_server.py": "sockets of Prometheus",
     "common/pdserve_common/request_validation.py": "ages and timeouts of the wire",
+    "common/pdserve_common/tracing.py": "what lies between two clocks of the machine",
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
+    "common/pdserve_common/runtime.py": "what is handed in",
     "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",
     "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
     "engine/pdserve_engine/models/loader.py": "the start of a process, its log",
     "router/pdserve_router/api/edge_processes.py": "processes of the machine",
+    "router/pdserve_router/api/grpc_service.py": "when a request came",
+    "router/pdserve_router/api/openai_endpoints.py": "when a request came",
+    "router/pdserve_router/requests/generation_request.py": "when a value was made, likewise",
+    "router/pdserve_router/requests/request_log.py": "a log",
     "worker/pdserve_worker/self_check.py": "the start of a process, its log",
 }
+
+CLOCKS = ("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.sleep")
+
+# What decides where requests go and when steps run. Its chance, its waits and its tasks are those
+# of a Runtime, which is handed in, so that a simulator can drive it. NO_POLICY are modules there
+# that deal with the machine instead.
+POLICY = (
+    "engine/pdserve_engine/clients/control.py",
+    "engine/pdserve_engine/clients/inproc.py",
+    "engine/pdserve_engine/core/",
+    "engine/pdserve_engine/kv/",
+    "engine/pdserve_engine/kv_transfer/",
+    "engine/pdserve_engine/request/",
+    "engine/pdserve_engine/spec_decode/",
+    "router/pdserve_router/requests/",
+    "router/pdserve_router/router.py",
+    "router/pdserve_router/workers/",
+)
+NO_POLICY = {
+    "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
+    "router/pdserve_router/requests/input_processor.py": "ids that clients cannot guess",
+    "router/pdserve_router/requests/request_log.py": "a log",
+    "router/pdserve_router/requests/request_sizes.py": "seeds that clients cannot guess",
+    "router/pdserve_router/workers/attach_client.py": "a stream to a worker",
+    "router/pdserve_router/workers/control_client.py": "calls to a worker",
+    "router/pdserve_router/workers/discovery.py": "names and files",
+    "router/pdserve_router/workers/tensor_client.py": "calls to a worker",
+}
+# Modules there that cannot be imported without gRPC, torch or NIXL, which policy does without.
+WITH_LIBRARIES = {
+    "engine/pdserve_engine/clients/": "the verbs of an operator, which reach the model",
+    "engine/pdserve_engine/kv/block_copier.py": "memory of a device",
+    "engine/pdserve_engine/kv/kv_cache.py": "memory of a device",
+    "engine/pdserve_engine/kv/memory.py": "memory of a device",
+    "engine/pdserve_engine/kv_transfer/compatibility.py": "what a model computes in",
+    "engine/pdserve_engine/kv_transfer/cuda_ipc.py": "memory of a device",
+    "engine/pdserve_engine/kv_transfer/nixl": "NIXL",
+    "engine/pdserve_engine/kv_transfer/reads.py": "NIXL",
+    "router/pdserve_router/workers/worker_client.py": "a link to a worker, over gRPC",
+}
+LIBRARIES = ("grpc", "torch", "nixl", "nixl_cu13")
+IMPORT_WITHOUT = """
+import importlib, sys
+
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+"""
+EVENT_LOOP = ("ensure_future", "timeout", "timeout_at", "wait_for")
 
 # Who may start processes besides the room for it, which has how a child dies with its parent.
 PROCESSES = "common/pdserve_common/processes/"
@@ -143,12 +203,18 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
-def imported_modules() -> dict[str, set[str]]:
-    """For each of our modules those of ours that it imports, in functions too."""
+def module_paths() -> dict[str, Path]:
+    """All of our modules by their names."""
     paths = {}
     for package, path in modules():
         parts = path.relative_to(ROOT / PACKAGES[package][0]).with_suffix("").parts
         paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """For each of our modules those of ours that it imports, in functions too."""
+    paths = module_paths()
     found: dict[str, set[str]] = {}
     for module, path in paths.items():
         found[module] = set()
@@ -211,10 +277,10 @@ def test_the_clock_is_handed_in() -> None:
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "clock"
         }
         wrong += [
-            f"{where}:{node.lineno} reads time.monotonic"
+            f"{where}:{node.lineno} uses {ast.unparse(node)}"
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute)
-            and ast.unparse(node) == "time.monotonic"
+            and ast.unparse(node) in CLOCKS
             and node not in defaults
         ]
         wrong += [
@@ -222,6 +288,63 @@ def test_the_clock_is_handed_in() -> None:
         ]
     assert not wrong, "\n".join(wrong)
     assert not [where for where in READ_THE_CLOCK if not (ROOT / where).exists()]
+
+
+def policy() -> Iterator[Path]:
+    for _, path in modules():
+        where = str(path.relative_to(ROOT))
+        if where.startswith(POLICY) and where not in NO_POLICY:
+            yield path
+
+
+def takes_from_the_machine(node: ast.AST) -> bool:
+    """True if this draws, waits for some time, or starts a task without a Runtime."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.sleep":
+        # One turn of the loop takes no time.
+        return ast.unparse(node) != "asyncio.sleep(0)"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.wait":
+        return any(keyword.arg == "timeout" for keyword in node.keywords)
+    if isinstance(node, ast.Call) and ast.unparse(node) == "random.Random()":
+        return True
+    if not isinstance(node, ast.Attribute):
+        return False
+    owner = ast.unparse(node.value)
+    if node.attr in ("call_later", "call_at", "create_task"):
+        return not owner.endswith("runtime")
+    return (
+        (owner == "random" and node.attr != "Random")
+        or owner == "secrets"
+        or (owner == "asyncio" and node.attr in EVENT_LOOP)
+    )
+
+
+def test_policy_takes_chance_waits_and_tasks_from_its_runtime() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} uses {ast.unparse(node)}"
+        for path in policy()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if takes_from_the_machine(node)
+    ]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in policy()
+        for line, name in imports(path)
+        if name.startswith(("random.", "asyncio."))
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert not [where for where in NO_POLICY if not (ROOT / where).exists()]
+
+
+def test_policy_is_imported_without_grpc_torch_and_nixl() -> None:
+    deciding = set(policy())
+    names = [
+        name
+        for name, path in module_paths().items()
+        if path in deciding and not str(path.relative_to(ROOT)).startswith(tuple(WITH_LIBRARIES))
+    ]
+    assert len(names) > 100
+    command = [sys.executable, "-c", IMPORT_WITHOUT, ",".join(LIBRARIES), *names]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == ""
 
 
 def starts_processes(path: Path) -> bool:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve_common import defects
+from pdserve_common.addresses import join_address
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import ModelNotFoundError, PdserveError
 from pdserve_common.tls import Tls
@@ -221,11 +222,6 @@ class RpcServer:
         """
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
-
-
-def join_address(host: str, port: int) -> str:
-    """host:port, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
@@ -12,6 +11,7 @@ from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError,
 from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
@@ -80,7 +80,7 @@ class Router:
         max_num_queued_requests: int,
         max_redrives: int,
         redrive_wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         self.pool = pool
         self.adapters = adapters
@@ -91,13 +91,15 @@ class Router:
         self.is_draining = False
         self._metrics = metrics
         self._quotas = quotas
+        self._runtime = runtime
         self._redrives = RedriveQueue(
-            pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s, clock=clock
+            pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s, runtime=runtime
         )
         self._services = Services(
             tokenizer=tokenizer,
             metrics=metrics,
             redrives=self._redrives,
+            runtime=runtime,
             on_tokens=self._on_tokens,
             on_end=self._on_end,
         )
@@ -231,10 +233,10 @@ class Router:
         self.is_draining = True
         num_taken = self.num_in_flight + self._num_arriving
         logger.info("draining, %d requests are running", num_taken)
-        try:
-            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            num_left = max(self._num_answering, self.num_in_flight + self._num_arriving)
+        timer = self._runtime.call_later(timeout_s, self._is_idle.set)
+        await self._is_idle.wait()
+        timer.cancel()
+        if num_left := max(self._num_answering, self.num_in_flight + self._num_arriving):
             logger.warning("drain timeout, %d requests are cut", num_left)
         self._is_cut = True
         for live in list(self._live):
@@ -279,7 +281,7 @@ class Router:
         """Dispatch it when there is a worker for it, as parts before it would be in vain. Raises as
         `_dispatch` after `redrive_wait_s` or at the deadline.
         """
-        clock = self._redrives.clock
+        clock = self._runtime.now
         until = clock() + self._redrive_wait_s
         if (deadline := processed.core_request.deadline) is not None:
             until = min(until, deadline)
@@ -291,7 +293,7 @@ class Router:
             except (NoWorkerError, OverloadedError):
                 if clock() >= until:
                     raise
-            await asyncio.sleep(TICK_S)
+            await self._runtime.sleep(TICK_S)
 
     async def _dispatch(
         self,

@@ -21,12 +21,14 @@ from pdserve_common.processes.child import ChildProcess
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer, open_channel
+from pdserve_common.runtime import Runtime
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.tracing_config import open_tracing
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.api.body_guard import BodyGuard
 from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.grpc_request_log import GrpcRequestLog
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
 from pdserve_router.api.host_guard import HostGuard
 from pdserve_router.api.http_body import BODY_TIMEOUT_S
@@ -39,7 +41,7 @@ from pdserve_router.requests.fair_queue import FairQueue
 from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.pictures import RequestPictures
 from pdserve_router.requests.quotas import Quotas, no_limits
-from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
+from pdserve_router.requests.request_log import HttpRequestLog, RequestLog
 from pdserve_router.router import Router
 from pdserve_router.text.picture_processor import PictureProcessor
 from pdserve_router.text.served_model import ServedModel, labels_of
@@ -49,6 +51,7 @@ from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.control_client import ControlClient
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class RouterServer:
         self._close_grace_s = close_grace_s
         self._is_serving = False
         self._health_tasks: set[asyncio.Task[None]] = set()
+        runtime = Runtime()
         registry = CollectorRegistry()
         defects.export(registry)
         metrics = RouterMetrics(registry)
@@ -109,25 +113,32 @@ class RouterServer:
             if config.api_keys_file
             else None
         )
-        turns = FairQueue(self._prompt_tokens_under_way)
+        turns = FairQueue(self._prompt_tokens_under_way, runtime)
         metrics.quotas.waiting_tokens.set_function(lambda: turns.waiting)
         self._quotas = Quotas(
             self._api_keys.limits if self._api_keys else no_limits,
             num_parts=config.quota_replicas * config.workers,
             turns=turns,
             metrics=metrics.quotas,
+            clock=runtime.now,
         )
         workers_tls = self._tls if config.tls_ca_file else None
         self.pool = WorkerPool(
             prefill=config.prefill,
             decode=config.decode,
-            model=ServedModel(config.model_name, tokenizer_digest(config.model)),
-            router_id=config.router_id,
+            connect=partial(
+                WorkerClient,
+                model=ServedModel(config.model_name, tokenizer_digest(config.model)),
+                router_id=config.router_id,
+                count_tokens=metrics.generation_tokens.labels(model=config.model_name).inc,
+                timings=timings,
+                open_channel=partial(open_channel, tls=workers_tls),
+                runtime=runtime,
+            ),
             rules=config.rules,
             metrics=metrics,
             on_change=self._on_workers_changed,
-            timings=timings,
-            open_channel=partial(open_channel, tls=workers_tls),
+            runtime=runtime,
             cell=Cell(config.cell or config.router_id, config.cell_size),
             max_held_tensor_bytes=config.max_held_tensor_bytes,
         )
@@ -147,16 +158,18 @@ class RouterServer:
             chat_format=config.chat_format,
             share_prefixes=config.share_prefixes,
             is_inline=True,
+            clock=runtime.now,
         )
         self.edge_processes = EdgeProcesses(
             input_processor, EdgeSettings.from_config(config), metrics
         )
-        adapters = AdapterRollout(self.pool, ControlClient(workers_tls))
+        adapters = AdapterRollout(self.pool, ControlClient(workers_tls), runtime)
         self._scale_out = AdapterScaleOut(
             self.pool,
             adapters,
             max_requests=config.lora_scale_out_requests if config.lora_updates else 0,
             outcomes=metrics.lora.scale_outs,
+            runtime=runtime,
         )
         self.router = Router(
             pool=self.pool,
@@ -170,6 +183,7 @@ class RouterServer:
             max_num_queued_requests=config.max_num_queued_requests,
             max_redrives=config.max_redrives,
             redrive_wait_s=config.redrive_wait_s,
+            runtime=runtime,
         )
         self._tracing = open_tracing(
             config.otlp_traces_endpoint,

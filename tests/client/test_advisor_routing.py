@@ -17,6 +17,7 @@ from pdserve_client.advisor.simulator import Simulation, Split
 from pdserve_client.advisor.trace import Trace, TraceRequest
 from pdserve_client.advisor.worker_model import Leg
 from pdserve_common.engine_types import SchedulerStats
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers import prefix_policy, routing_policy
 from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
 from support.advisor import LIMITS, a_profile
@@ -76,7 +77,7 @@ def test_a_pair_costs_what_the_routers_policy_says(
         p.hand_over(Handoff(p, full, Leg(7, waits, (), 1), Leg(7, waits, (), 2)))
     d.num_in_flight, p.step_num_tokens = num_in_flight, num_step
     assert d.grow(Leg(8, leg.request, (), 5), num_held * LIMITS.block_size)
-    real = PrefixRouting(RoutingWeights(), clock=lambda: 0.0)
+    real = PrefixRouting(RoutingWeights(), Runtime(now=lambda: 0.0))
     cached_tokens = num_cached * LIMITS.block_size
     cached: Any = SimpleNamespace(num_tokens=lambda worker: worker.num_cached)
     real_p: Any = Worker(

@@ -465,7 +465,7 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
         await client.start("a")
         pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
         await until(lambda: engine.state().is_paused)
-        monkeypatch.setattr(EngineCore, "step", fail)
+        monkeypatch.setattr(EngineCore, "begin_step", fail)
         with pytest.raises(EngineDeadError, match="no more"):
             await pause
         with pytest.raises(EngineDeadError, match="no more"):

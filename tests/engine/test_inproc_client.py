@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import usable_cores
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_engine.clients import inproc
+from pdserve_engine.clients.inproc import InprocEngineClient
+from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
-from support.engines import Client, launched
+from support.engines import Client, engine_config, launched
 from support.steps import before_steps, held_steps
 from support.waiting import until
 
@@ -75,6 +80,41 @@ async def test_a_request_is_queued_from_its_arrival_on_whatever_the_engine_does(
         stats = client.outputs("b")[0].prefill_stats
         assert stats is not None
         assert stats.queue_s >= HELD_S
+
+
+async def test_an_engine_without_a_thread_steps_when_somebody_takes_its_turns(
+    make_model: Callable[..., Path],
+) -> None:
+    now_s = 1000.0
+    client = InprocEngineClient(Runtime(now=lambda: now_s))
+    loaded = load_engine(
+        engine_config(make_model(), kv_cache_memory_mib=8),
+        role="decode",
+        engine_id="d0",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+        wakeup=client.wake,
+        take_aborts=client.take_aborts,
+    )
+    client.open(loaded)
+    try:
+        assert "engine" not in thread_names()
+        front = Client(client)
+        front.add("a", 3)
+        num_tokens = []
+        while True:
+            has_more = client.turn()
+            await asyncio.sleep(0)
+            num_tokens.append(len(front.tokens("a")))
+            if not has_more:
+                break
+        assert num_tokens[-1] == 3
+        assert num_tokens == sorted(num_tokens)
+        assert front.ended() == ["a"]
+        assert client.stats().num_running_reqs == 0
+        assert not client.turn(), "there is nothing to step for"
+        assert front.messages[-1].timestamp == now_s
+    finally:
+        await client.close()
 
 
 def thread_names() -> list[str]:

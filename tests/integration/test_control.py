@@ -295,12 +295,12 @@ import os
 from pdserve_engine.core.engine_core import EngineCore
 
 def install():
-    step = EngineCore.step
+    step = EngineCore.begin_step
     def fail(core):
         if os.path.exists(os.environ["FAULT_FILE"]):
             raise RuntimeError("the device fell off")
         return step(core)
-    EngineCore.step = fail
+    EngineCore.begin_step = fail
 """
 
 

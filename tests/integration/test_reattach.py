@@ -13,10 +13,12 @@ from pdserve_common.engine_types import (
     Generate,
     WorkerRole,
 )
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 
 # With logprobs an answer has several times as many bytes as come between all cuts. Tokens alone,
 # of which many come together after a cut, have too few.
@@ -117,8 +119,8 @@ async def attached(
             role=WorkerRole.DECODE,
             model=model,
             router_id="other",
-            router_epoch="0" * 32,
             on_change=lambda: states.append(client.state),
+            runtime=Runtime(),
             timings=timings,
         )
         client.start()

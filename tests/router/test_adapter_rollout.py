@@ -14,6 +14,7 @@ from pdserve_common.errors import (
     NoWorkerError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers import adapter_rollout
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from support.modelled_adapters import NEW, ModelledAdapters
@@ -42,7 +43,7 @@ LORA = LoRARequest(lora_name="a", lora_path="x", digest="")
 
 async def test_all_workers_get_it_and_it_goes_from_all() -> None:
     stage, workers = await started(2, 3)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     adapter = await rollout.load(LORA)
     assert adapter.digest == NEW
     assert len(workers.holders(NEW)) == 5
@@ -56,7 +57,7 @@ async def test_all_workers_get_it_and_it_goes_from_all() -> None:
 
 async def test_as_many_as_asked_get_it_those_that_have_it_first() -> None:
     stage, workers = await started(5, 5)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     await rollout.load(LORA, num_workers=1)
     first = workers.holders(NEW)
     assert {worker.role for worker in first} == set(WorkerRole)
@@ -83,7 +84,7 @@ async def load_old(
 @pytest.mark.parametrize("has_old", [False, True])
 async def test_where_one_refuses_nobody_has_it(number: int, has_old: bool) -> None:
     stage, workers = await started(2, 2)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     before = await load_old(rollout, stage, workers) if has_old else ()
     refusing = stage.workers[number].address
     workers.refusals[refusing] = FailedPreconditionError("all are pinned")
@@ -116,7 +117,9 @@ async def test_it_is_taken_back_from_all_at_once(monkeypatch: pytest.MonkeyPatch
         raise NoWorkerError(f"worker {address}: (DEADLINE_EXCEEDED)")
 
     monkeypatch.setattr(workers, "remove_lora", freeze)
-    loading = AdapterRollout(stage.pool, workers).load(dataclasses.replace(LORA, digest=NEW))
+    loading = AdapterRollout(stage.pool, workers, Runtime()).load(
+        dataclasses.replace(LORA, digest=NEW)
+    )
     with pytest.raises(FailedPreconditionError, match="all are pinned"):
         await asyncio.wait_for(loading, 30)
     assert sorted(asked) == sorted(others)
@@ -127,7 +130,7 @@ async def test_it_is_taken_back_from_all_at_once(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("has_old", [False, True])
 async def test_where_one_loads_it_too_late_nobody_has_it(number: int, has_old: bool) -> None:
     stage, workers = await started(2, 2)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     before = await load_old(rollout, stage, workers) if has_old else ()
     workers.late = {stage.workers[number].address}
     # What the first one has loaded only its answer says, unless the call does.
@@ -141,7 +144,7 @@ async def test_where_one_loads_it_too_late_nobody_has_it(number: int, has_old: b
 
 async def test_an_extension_that_is_too_late_is_taken_back() -> None:
     stage, workers = await started(2, 2)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     adapter = dataclasses.replace(await rollout.load(LORA, num_workers=1), path="x")
     others = [w for w in stage.workers if w not in workers.holders(NEW)]
     workers.late = {others[0].address}
@@ -153,7 +156,7 @@ async def test_an_extension_that_is_too_late_is_taken_back() -> None:
 
 async def test_two_changes_do_not_mix() -> None:
     stage, workers = await started(2, 2)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     await asyncio.gather(*(rollout.load(LORA) for _ in range(3)))
     await asyncio.gather(rollout.unload("a"), rollout.load(LORA))
     assert len(workers.holders(NEW)) in (0, 4)
@@ -165,7 +168,7 @@ async def test_without_a_pair_that_has_it_nobody_is_told_that_it_is_there() -> N
     for _ in range(3):
         stage.pool.report_failure((stage.pool.prefill[0], stage.pool.decode[0]))
     with pytest.raises(NoWorkerError, match="no proven pair with it is ready"):
-        await AdapterRollout(stage.pool, workers).load(LORA)
+        await AdapterRollout(stage.pool, workers, Runtime()).load(LORA)
     await stage.pool.close()
 
 
@@ -173,7 +176,7 @@ async def test_an_extension_holds_up_only_changes_of_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage, workers = await started(2, 2)
-    rollout = AdapterRollout(stage.pool, workers)
+    rollout = AdapterRollout(stage.pool, workers, Runtime())
     adapter = dataclasses.replace(await rollout.load(LORA, num_workers=1), path="x")
     others = [worker for worker in stage.workers if worker not in workers.holders(NEW)]
     assert not await rollout.extend(dataclasses.replace(adapter, digest=OLD), others)

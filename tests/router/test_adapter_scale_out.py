@@ -16,6 +16,7 @@ from pdserve_common.engine_types import SchedulerStats, WorkerRole
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.lora_metrics import ScaleOuts
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers import adapter_rollout, adapter_scale_out
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
@@ -47,14 +48,14 @@ class Stage:
         self.pools = ModelledPool(num_prefill, num_decode, **rules)
         self.pool = self.pools.pool
         self.workers = ModelledAdapters(self.pools)
-        self.rollout = AdapterRollout(self.pool, self.workers)
+        self.rollout = AdapterRollout(self.pool, self.workers, Runtime())
         self.registry = CollectorRegistry()
         self.scale_out = AdapterScaleOut(
             self.pool,
             self.rollout,
             max_requests=MAX_REQUESTS,
             outcomes=ScaleOuts(self.registry),
-            clock=lambda: self.now,
+            runtime=Runtime(now=lambda: self.now),
         )
         self._begun: set[asyncio.Task[Any]] = set()
 

@@ -10,7 +10,7 @@ from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import pairs
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 from support.modelled_pool import ModelledPool, modelled
 
 REQUEST = EngineCoreRequest(

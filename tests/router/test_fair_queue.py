@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_common.errors import DeadlineExceededError
+from pdserve_common.runtime import Runtime
 from pdserve_router.requests.fair_queue import FairQueue
 
 SHARES = {"a": 1.0, "b": 1.0, "c": 3.0}
@@ -45,7 +46,7 @@ class Bench:
     under_way: list[Arrival] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queue = FairQueue(lambda: self.window)
+        self.queue = FairQueue(lambda: self.window, Runtime())
 
     async def come(self, tenant: str, work: int) -> None:
         arrival = Arrival(tenant, work, came=len(self.begun))
@@ -229,7 +230,7 @@ def test_who_leaves_is_as_if_it_had_not_come(
 
 
 async def test_a_tenant_of_short_deadlines_gets_its_share() -> None:
-    queue = FairQueue(lambda: 1.0)
+    queue = FairQueue(lambda: 1.0, Runtime())
     await queue.begin("a", 5)
     order: list[str] = []
 
@@ -258,7 +259,7 @@ async def test_a_tenant_of_short_deadlines_gets_its_share() -> None:
 
 
 async def test_who_is_cancelled_or_late_takes_nothing() -> None:
-    queue = FairQueue(lambda: 1.0)
+    queue = FairQueue(lambda: 1.0, Runtime())
     await queue.begin("a", 5)
     waiting = [asyncio.create_task(queue.begin("a", 5)) for _ in range(3)]
     await settle()
@@ -282,7 +283,7 @@ async def test_who_is_cancelled_or_late_takes_nothing() -> None:
 
 
 async def test_a_tenant_is_not_remembered_when_nobody_waits() -> None:
-    queue = FairQueue(lambda: 1.0)
+    queue = FairQueue(lambda: 1.0, Runtime())
     await queue.begin("a", 1)
     tenant = Tenant("b")
     kept = weakref.ref(tenant)
@@ -298,7 +299,7 @@ async def test_a_tenant_is_not_remembered_when_nobody_waits() -> None:
 
 
 async def test_without_a_window_one_is_let_through_at_a_time() -> None:
-    queue = FairQueue(lambda: 0.0)
+    queue = FairQueue(lambda: 0.0, Runtime())
     await queue.begin("a", 5)
     other = asyncio.create_task(queue.begin("b", 5))
     await settle()

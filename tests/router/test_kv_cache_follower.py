@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_worker import kv_cache_feed
@@ -28,7 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self.pool: set[int] = set()
-        self.index = PrefixIndex[str](num_shards=4)
+        self.index = PrefixIndex[str](runtime=Runtime(), num_shards=4)
         self.cached = CachedBlocks()
         self.feed = self.cached.open_feed(lambda: None)
         self.follower = KVCacheFollower(self.index, "w", self._resync)

@@ -1,6 +1,7 @@
 """Rule K7, text and the collector."""
 
 import asyncio
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -48,7 +49,8 @@ class Harness:
                 attempt=attempt,
                 finish_reason=finish,
                 **more,
-            )
+            ),
+            time.monotonic_ns(),
         )
 
     def accept_with_logprobs(self, *token_ids, at, num_repeated=0, **more) -> str | None:

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -25,11 +25,13 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.request_validation import validate_engine_core_request
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.workers import pair_probe, pairs, worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import (
     EOS,
@@ -62,12 +64,13 @@ class Stage:
         self.pool = WorkerPool(
             prefill=[*(worker.address for worker in self.prefill), *also_prefill],
             decode=[worker.address for worker in self.decode],
-            model=MODEL,
-            router_id="r",
+            connect=partial(
+                WorkerClient, model=MODEL, router_id="r", timings=TIMINGS, runtime=Runtime()
+            ),
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
             on_change=lambda: self.readiness.append(self.pool.is_ready),
-            timings=TIMINGS,
+            runtime=Runtime(),
         )
 
     def count(self, state: str) -> float:
@@ -206,7 +209,7 @@ async def test_a_proof_looks_at_no_more_of_a_vocabulary_than_it_needs() -> None:
     eos = WatchedIds((EOS,))
     info = engine_info(WorkerRole.DECODE, vocab_size=150_000, eos_token_ids=eos)
     worker = Answering(info)
-    await pair_probe.probe_alone(worker, timeout_s=20, clock=time.monotonic)
+    await pair_probe.probe_alone(worker, timeout_s=20, runtime=Runtime())
     (request,) = worker.requests
     assert len(set(request.prompt_token_ids)) == info.block_size
     assert eos.num_looks == info.block_size + 1

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.block_hash import ROOT_HASH, hash_block, truncated_hashes
 from pdserve_common.engine_types import EngineCoreRequest, Generate, MultiModalFeatureSpec
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
 from support.metrics import value
@@ -41,7 +42,7 @@ def num_leading(chain: Sequence[int], blocks: set[int]) -> int:
 def test_it_says_what_pools_have_that_evict_chains_from_their_end(
     operations: list[tuple[str, str, list[int], int]],
 ) -> None:
-    index = PrefixIndex[str](num_shards=4)
+    index = PrefixIndex[str](runtime=Runtime(), num_shards=4)
     pools: dict[str, set[int]] = {worker: set() for worker in WORKERS}
     for name, worker, chain, length in operations:
         blocks = chain[:length] if name == "stored" else chain[length:]
@@ -65,7 +66,7 @@ def test_of_holes_it_says_at_most_what_is_behind_them(
     operations: list[tuple[str, str, list[int], int]],
 ) -> None:
     """A worker has the first block and the last of those that are counted, and lacks the next."""
-    index = PrefixIndex[str](num_shards=4)
+    index = PrefixIndex[str](runtime=Runtime(), num_shards=4)
     blocks: set[int] = set()
     for name, _, chain, length in operations:
         some = chain[length : length + 3]
@@ -92,7 +93,7 @@ def test_the_longest_of_a_role_are_found(
     lengths: list[int], refused: set[int], num: int, above: int, is_asked_first: bool
 ) -> None:
     """Workers are numbers; the even ones are of one role, the odd ones of the other."""
-    index = PrefixIndex[int](role_of=lambda worker: worker % 2, num_shards=4)
+    index = PrefixIndex[int](runtime=Runtime(), role_of=lambda worker: worker % 2, num_shards=4)
     for worker, length in enumerate(lengths):
         index.stored(worker, CHAINS[0][:length])
     match = index.match(CHAINS[0], 16)
@@ -113,7 +114,7 @@ def test_the_longest_of_a_role_are_found(
 
 
 def test_of_equal_ones_any_is_found() -> None:
-    index = PrefixIndex[int]()
+    index = PrefixIndex[int](runtime=Runtime())
     for worker in range(40):
         index.stored(worker, CHAINS[0][: 3 if worker % 4 else 2])
     match = index.match(CHAINS[0])
@@ -125,7 +126,7 @@ def test_of_equal_ones_any_is_found() -> None:
 
 
 def test_a_search_gives_up_where_nobody_is_accepted() -> None:
-    index = PrefixIndex[int]()
+    index = PrefixIndex[int](runtime=Runtime())
     for worker in range(3 * MAX_LOOKED_AT):
         index.stored(worker, CHAINS[0])
     asked: list[int] = []
@@ -139,7 +140,7 @@ def test_a_search_gives_up_where_nobody_is_accepted() -> None:
 
 
 def test_what_was_forgotten_is_gone_when_its_bit_is_anothers() -> None:
-    index = PrefixIndex[int](num_shards=4)
+    index = PrefixIndex[int](runtime=Runtime(), num_shards=4)
     for worker in range(200):
         index.stored(worker, CHAINS[0][: 1 + worker % 12])
         assert num_cached(index, CHAINS[0]) == {worker: 1 + worker % 12}
@@ -153,7 +154,7 @@ def test_what_was_forgotten_is_gone_when_its_bit_is_anothers() -> None:
 
 
 def test_a_call_that_forgets_looks_at_no_block() -> None:
-    index = PrefixIndex[int](num_shards=1024)
+    index = PrefixIndex[int](runtime=Runtime(), num_shards=1024)
     index.stored(0, range(20_000))
     index.forget(0)
     assert len(index) == 20_000, "their masks are swept later"
@@ -167,7 +168,7 @@ def test_a_call_that_forgets_looks_at_no_block() -> None:
 
 def test_of_too_many_blocks_those_go_that_were_stored_longest_ago() -> None:
     metrics = PrefixIndexMetrics(CollectorRegistry())
-    index = PrefixIndex[str](max_blocks=8, num_shards=2, metrics=metrics)
+    index = PrefixIndex[str](runtime=Runtime(), max_blocks=8, num_shards=2, metrics=metrics)
     index.stored("a", range(8))
     index.stored("b", [0, 1])
     index.stored("a", [8, 9])

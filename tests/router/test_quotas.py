@@ -17,6 +17,7 @@ from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool
 from pdserve_common.errors import InvalidRequestError, OverloadedError
 from pdserve_common.pooling_params import PoolingParams
 from pdserve_common.quota_metrics import MAX_NAMES, QUOTA_OUTCOMES, QuotaMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.fair_queue import FairQueue
 from pdserve_router.requests.input_processor import ProcessedInput
@@ -120,7 +121,7 @@ class Bench:
         self.quotas = Quotas(
             lambda: self.limits,
             num_parts=num_parts,
-            turns=FairQueue(lambda: math.inf),
+            turns=FairQueue(lambda: math.inf, Runtime()),
             metrics=QuotaMetrics(self.registry),
             clock=self.clock,
         )

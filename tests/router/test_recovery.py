@@ -19,7 +19,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_router.requests import single_completion
 from pdserve_router.workers import attach_client
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 from support.fake_worker import (
     EOS,
     FakeWorker,

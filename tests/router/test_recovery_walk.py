@@ -35,6 +35,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
@@ -43,7 +44,8 @@ from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.fake_worker import MODEL, engine_info
 
 NUM_WALKS = 400
@@ -100,8 +102,8 @@ class Worker:
             role=role,
             model=MODEL,
             router_id="r",
-            router_epoch="e",
             on_change=lambda: None,
+            runtime=Runtime(),
         )
         self.client.info = engine_info(role, vocab_size=1 << 20, engine_id=name)
         self.client.origin = Origin.of(self.client.info)
@@ -254,10 +256,19 @@ class World:
             tokenize_start_ns=1,
             tokenize_end_ns=1,
         )
+        runtime = Runtime()
+        redrives = RedriveQueue(
+            self,  # type: ignore[arg-type]
+            metrics=metrics,
+            max_redrives=3,
+            wait_s=0,
+            runtime=runtime,
+        )
         services = Services(
             tokenizer=None,  # type: ignore[arg-type]
             metrics=metrics,
-            redrives=RedriveQueue(self, metrics=metrics, max_redrives=3, wait_s=0),  # type: ignore[arg-type]
+            redrives=redrives,
+            runtime=runtime,
             on_tokens=lambda live, num_new: None,
             on_end=self._on_end,
         )

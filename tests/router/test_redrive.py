@@ -23,6 +23,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.requests import redrive
@@ -127,9 +128,21 @@ class SentRequest(LostRequest):
 class Queue(RedriveQueue):
     """One that knows all that have come."""
 
-    def __init__(self, pool: Any, *, max_redrives: int = 3, wait_s: float = 1, **more: Any) -> None:
-        metrics = RouterMetrics(CollectorRegistry())
-        super().__init__(pool, metrics=metrics, max_redrives=max_redrives, wait_s=wait_s, **more)
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        max_redrives: int = 3,
+        wait_s: float = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            pool,
+            metrics=RouterMetrics(CollectorRegistry()),
+            max_redrives=max_redrives,
+            wait_s=wait_s,
+            runtime=Runtime(now=clock),
+        )
         self.added: list[Any] = []
 
     def add(self, redrive: Any, **options: Any) -> None:

@@ -26,7 +26,7 @@ from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.parts import ToolCallDelta
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 from support.fake_worker import EOS, all_behave, decode, logprobs_of
 from support.refusals import refused
 from support.router_stack import ANSWER_TEXT, parts_of, text_of, tokens_of
@@ -66,7 +66,7 @@ def stream(state: RequestState, token_ids, num_top=None) -> list:
             finish_reason=FinishReason.STOP if token_id == EOS else None,
             new_logprobs=None if num_top is None else logprobs_of([token_id], num_top),
         )
-        stop_string = state.accept(output)
+        stop_string = state.accept(output, now_ns=2)
         completions.append(state.collector.take().outputs[0])
         if stop_string is not None:
             break

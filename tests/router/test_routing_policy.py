@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,6 +10,7 @@ from operator import attrgetter
 import pytest
 
 from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats, WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
@@ -34,7 +36,10 @@ class Pool:
     """A table in which everybody works with everybody of the other role."""
 
     table: RouteTable = field(default_factory=RouteTable)
-    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(role_of=attrgetter("role")))
+    index: PrefixIndex = field(
+        default_factory=lambda: PrefixIndex(runtime=Runtime(), role_of=attrgetter("role"))
+    )
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     prefill: list[StubWorker] = field(default_factory=list)
     decode: list[StubWorker] = field(default_factory=list)
 
@@ -49,7 +54,7 @@ class Pool:
         return worker
 
     def candidates(self, **limits: object) -> Candidates:
-        return Candidates(self.table, "weights", index=self.index, **limits)
+        return Candidates(self.table, "weights", index=self.index, rng=self.rng, **limits)
 
 
 def make_pool(num_prefill: int, num_decode: int) -> Pool:
@@ -62,7 +67,7 @@ def make_pool(num_prefill: int, num_decode: int) -> Pool:
 
 @pytest.fixture(params=sorted(ROUTING_POLICIES))
 def policy(request):
-    return ROUTING_POLICIES[request.param](RoutingWeights())
+    return ROUTING_POLICIES[request.param](RoutingWeights(), Runtime())
 
 
 def test_picks_the_only_pair(policy) -> None:
@@ -197,7 +202,7 @@ CHAT = EngineCoreRequest(
 
 
 def prefix_routing(**weights: float) -> PrefixRouting:
-    return PrefixRouting(RoutingWeights(**weights))
+    return PrefixRouting(RoutingWeights(**weights), Runtime())
 
 
 def note_cached(pool: Pool, worker: StubWorker, num_blocks: int, request=CHAT) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve_common.tokenizer_digest import tokenizer_digest
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 from support.waiting import until
 
 

@@ -12,9 +12,11 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.crew import ANSWERS, A, B, numbers
 from support.fake_worker import MODEL, engine_info
 from support.waiting import until
@@ -44,7 +46,7 @@ class Pool:
             require_exact=require_exact,
             has_pair=self.has_pair,
             on_change=lambda: None,
-            clock=lambda: self.now,
+            runtime=Runtime(now=lambda: self.now),
         )
 
     def join(self, role: WorkerRole, weights: str, **info: object) -> WorkerClient:
@@ -54,8 +56,8 @@ class Pool:
             role=role,
             model=MODEL,
             router_id="r",
-            router_epoch="0" * 32,
             on_change=lambda: None,
+            runtime=Runtime(),
         )
         self.workers.append(worker)
         self.start(worker, weights, **info)
@@ -145,7 +147,12 @@ async def test_the_first_set_waits_for_those_that_are_dialed(pool) -> None:
     pool.has_settled = False
     pool.workers = [
         WorkerClient(
-            f"d:{i}", role=D, model=MODEL, router_id="r", router_epoch="0", on_change=lambda: None
+            f"d:{i}",
+            role=D,
+            model=MODEL,
+            router_id="r",
+            on_change=lambda: None,
+            runtime=Runtime(),
         )
         for i in range(3)
     ]

@@ -21,12 +21,14 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import AttachStream, LinkTimings
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.fake_worker import MODEL, FakeWorker, Running, decode, fails_with, hang, no_wait
 from support.metrics import value
@@ -59,8 +61,8 @@ class Link:
             role=self.role,
             model=MODEL,
             router_id="r",
-            router_epoch="e",
             on_change=self._on_change,
+            runtime=Runtime(),
             count_tokens=self._count_tokens,
             timings=self.timings,
         )
@@ -122,7 +124,7 @@ async def test_welcome_brings_the_engine_info(link) -> None:
     await link.ready()
     assert link.client.info == link.worker.info
     assert link.worker.hellos[0].router_id == "r"
-    assert link.worker.hellos[0].router_epoch == "e"
+    assert re.fullmatch("[0-9a-f]{32}", link.worker.hellos[0].router_epoch)
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1])
@@ -762,8 +764,8 @@ def test_a_worker_that_requests_wait_for_is_tried_more_often() -> None:
         role=WorkerRole.DECODE,
         model=MODEL,
         router_id="r",
-        router_epoch="e",
         on_change=lambda: None,
+        runtime=Runtime(),
     )
     client._backoff_s = 2.0
     assert client._next_backoff_s == 2.0

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,15 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import candidates, circuit_breaker
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.duplicates import Duplicates
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import MODEL, FakeWorker, Running, fails_with, hang
 from support.router_stack import TIMINGS, replace_file
@@ -66,12 +69,13 @@ class Stage:
         self.pool = WorkerPool(
             prefill=prefill,
             decode=decode,
-            model=MODEL,
-            router_id="r",
+            connect=partial(
+                WorkerClient, model=MODEL, router_id="r", timings=TIMINGS, runtime=Runtime()
+            ),
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
-            timings=TIMINGS,
+            runtime=Runtime(),
             cell=cell,
         )
 

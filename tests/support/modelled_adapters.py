@@ -10,7 +10,7 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
 from support.modelled_pool import ModelledPool
 
 NEW = "c" * 64
@@ -67,7 +67,7 @@ class ModelledAdapters:
     def num_held(self, address: str) -> int:
         return len({d for digests in self.digests[address].values() for d in digests})
 
-    def holders(self, digest: str) -> list[WorkerClient]:
+    def holders(self, digest: str) -> list[Worker]:
         """Return the workers that have said that they hold it."""
         return [
             worker

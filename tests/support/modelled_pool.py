@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,16 +14,18 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineInfo, KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import RoutingRules
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import KV_STATS, MODEL, engine_info
 
 
-def info_of(worker: WorkerClient, **changes: object) -> EngineInfo:
+def info_of(worker: Worker, **changes: object) -> EngineInfo:
     names = {"engine_id": worker.address, "epoch": worker.address}
     return engine_info(worker.role, vocab_size=300, **{**names, **changes})
 
@@ -74,18 +77,18 @@ class ModelledPool:
         return WorkerPool(
             prefill=[f"p:{i}" for i in range(1, num_prefill + 1)],
             decode=[f"d:{i}" for i in range(1, num_decode + 1)],
-            model=MODEL,
-            router_id="r",
+            connect=partial(ModelledWorker, model=MODEL, router_id="r", runtime=Runtime()),
             rules=RoutingRules(**rules),  # type: ignore[arg-type]
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
+            runtime=Runtime(),
         )
 
     @property
-    def workers(self) -> tuple[WorkerClient, ...]:
+    def workers(self) -> tuple[Worker, ...]:
         return (*self.pool.prefill, *self.pool.decode)
 
-    def attach(self, worker: WorkerClient, **changes: object) -> None:
+    def attach(self, worker: Worker, **changes: object) -> None:
         """Its Welcome has come."""
         if worker.info is None or changes:
             worker.info = info_of(worker, **changes)
@@ -93,8 +96,8 @@ class ModelledPool:
             worker.breaker = CircuitBreaker()
         self.set(worker, WorkerState.READY)
 
-    def set(self, worker: WorkerClient, state: WorkerState) -> None:
-        assert isinstance(worker, ModelledWorker), "the pool was made within `modelled`"
+    def set(self, worker: Worker, state: WorkerState) -> None:
+        assert isinstance(worker, ModelledWorker)
         worker.set(state)
 
     def list_workers(self, role: WorkerRole, addresses: Iterable[str]) -> None:
@@ -108,26 +111,22 @@ class ModelledPool:
             # What has ended them begins others.
             await asyncio.sleep(0)
 
-    def partners(self, worker: WorkerClient) -> list[WorkerClient]:
+    def partners(self, worker: Worker) -> list[Worker]:
         """Whom requests may use it with."""
         return list(self.pool.partners(worker))
 
-    def num_partners(self, worker: WorkerClient) -> int:
+    def num_partners(self, worker: Worker) -> int:
         return len(self.partners(worker))
 
 
 @contextlib.contextmanager
 def modelled() -> Iterator[None]:
-    """Within, no pool dials anybody, and all proofs go well."""
-
-    with (
-        mock.patch("pdserve_router.workers.pairs.probe", _prove),
-        mock.patch("pdserve_router.workers.worker_pool.WorkerClient", ModelledWorker),
-    ):
+    """Within, all proofs go well."""
+    with mock.patch("pdserve_router.workers.pairs.probe", _prove):
         yield
 
 
-async def _prove(*workers: WorkerClient, **options: object) -> KVTransferStats:
+async def _prove(*workers: Worker, **options: object) -> KVTransferStats:
     return dataclasses.replace(KV_STATS)
 
 

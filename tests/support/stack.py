@@ -19,6 +19,7 @@ from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import FREE_PORTS, ServiceProcess, Stack
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
@@ -326,8 +327,8 @@ async def attached_worker(stack: RunningStack, name: str) -> AsyncIterator[Worke
         role=WorkerRole[name.split("-")[0].upper()],
         model=stack.served_model,
         router_id="other",
-        router_epoch="0" * 32,
         on_change=look,
+        runtime=Runtime(),
     )
     client.start()
     try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import EngineInfo, KVTransferParams, SchedulerStats, WorkerRole
-from pdserve_router.workers.worker_client import WorkerState
+from pdserve_router.workers.worker import WorkerState
 
 
 @dataclass(eq=False)

@@ -228,7 +228,7 @@ async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
             assert {output.request_id for output in outputs} == {request_id}
         await one.write(add("c", LONG))
         await read_until(one, has_started)
-        monkeypatch.setattr(EngineCore, "step", fail)
+        monkeypatch.setattr(EngineCore, "begin_step", fail)
         for router in (one, two):
             *_, last = await read_until(router, lambda m: m.outputs.HasField("engine_dead"))
             assert last.outputs.engine_dead.code == core_pb2.ERROR_CODE_ENGINE_DEAD

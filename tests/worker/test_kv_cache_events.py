@@ -12,13 +12,15 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate, WorkerRole
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import WorkerState
+from pdserve_router.workers.worker_client import WorkerClient
 from support.cut_proxy import CutProxy
 from support.metrics import value
 from support.prefix_lengths import num_cached
@@ -56,15 +58,15 @@ class Router:
     """A router's client of the worker that a proxy leads to, and its index."""
 
     def __init__(self, proxy: CutProxy) -> None:
-        self.index = PrefixIndex[WorkerClient](num_shards=NUM_SHARDS)
+        self.index = PrefixIndex[WorkerClient](runtime=Runtime(), num_shards=NUM_SHARDS)
         self.states: list[WorkerState] = []
         self.client = WorkerClient(
             proxy.address,
             role=WorkerRole.DECODE,
             model=ServedModel("tiny", ""),
             router_id="r",
-            router_epoch="0" * 32,
             on_change=lambda: self.states.append(self.client.state),
+            runtime=Runtime(),
             prefix_index=self.index,
             timings=TIMINGS,
         )

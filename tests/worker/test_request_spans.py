@@ -64,7 +64,7 @@ class Worker:
         assert tracing is not None
         self._tracing = tracing
         self._collector = collector
-        self.spans = RequestSpans(tracing, model="tiny", clock_ns=lambda: round(self.now_ms * MS))
+        self.spans = RequestSpans(tracing, model="tiny", clock=lambda: self.now_ms / 1e3)
 
     def begin(self, headers: Mapping[str, str] = HEADERS, **fields: Any) -> None:
         fields.setdefault("task", Generate(SamplingParams()))

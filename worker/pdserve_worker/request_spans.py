@@ -59,12 +59,15 @@ class RequestSpans:
         tracing: "Tracing",
         *,
         model: str,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tracing = tracing
         self._model = model
-        self._clock_ns = clock_ns
+        self._clock = clock
         self._open: dict[str, _Open] = {}
+
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
 
     def begin(self, request: EngineCoreRequest) -> None:
         """The engine is about to get a request. One without a trace context has no span."""
@@ -74,7 +77,7 @@ class RequestSpans:
         if before is not None:
             # A higher attempt takes its place.
             self._end(before, None)
-        span = self._tracing.begin(SPAN_NAME, request.trace_headers, self._clock_ns())
+        span = self._tracing.begin(SPAN_NAME, request.trace_headers, self._now_ns())
         if span.is_recording:
             self._open[request.request_id] = _Open(request, span)
 
@@ -88,7 +91,7 @@ class RequestSpans:
         """The engine has not taken it."""
         if (traced := self._open.pop(request_id, None)) is not None:
             traced.span.set({"error.type": "refused"})
-            traced.span.end(self._clock_ns())
+            traced.span.end(self._now_ns())
 
     def end_all(self) -> None:
         """Nobody hears of these requests any more."""
@@ -111,7 +114,7 @@ class RequestSpans:
 
     def _end(self, traced: _Open, last: EngineCoreOutput | None) -> None:
         """`last` is the output that ended it; None: its router has given it up."""
-        now_ns = self._clock_ns()
+        now_ns = self._now_ns()
         span = traced.span
         span.set(self._attributes(traced, last))
         for event in traced.events:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_common.processes.calls import Call, ResultT
+from pdserve_common.runtime import Runtime
 from pdserve_common.verbs import READING_VERBS
 from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
 
@@ -51,7 +51,7 @@ class ControlClient:
         *,
         post: Callable[[Callable[[], object]], None],
         call_soon: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """`post` has the engine thread call a function between two steps, in order; `call_soon`
         the event loop's thread. Must run inside the event loop.
@@ -59,7 +59,8 @@ class ControlClient:
         self._control = control
         self._post = post
         self._call_soon = call_soon
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._loop = asyncio.get_running_loop()
         self._running: _Running | None = None  # the engine thread's
         # What is under way, or has been given up and not ended yet.
@@ -76,7 +77,7 @@ class ControlClient:
             self._post(functools.partial(self._start, verb, future))
             try:
                 # Not wait_for: up to Python 3.11 a cancellation that meets a result is lost in it.
-                await asyncio.wait([future], timeout=CONTROL_TIMEOUT_S)
+                await self._runtime.wait(future, CONTROL_TIMEOUT_S)
             finally:
                 if not future.done():
                     await self._give_up(future)
@@ -89,7 +90,7 @@ class ControlClient:
         self._reads.add(future)
         self._post(functools.partial(self._answer, verb, future))
         try:
-            await asyncio.wait([future], timeout=CONTROL_TIMEOUT_S)
+            await self._runtime.wait(future, CONTROL_TIMEOUT_S)
         finally:
             self._reads.discard(future)
             _fail(future, _overdue(verb.title()))
@@ -136,7 +137,7 @@ class ControlClient:
         assert self._pending is not None
         error = _overdue(self._pending[0])
         self._post(functools.partial(self._stop, error))
-        await asyncio.wait([future], timeout=CONTROL_TIMEOUT_S)
+        await self._runtime.wait(future, CONTROL_TIMEOUT_S)
         _fail(future, error)  # of an engine thread that hangs
 
     # ---- on the engine thread
@@ -181,7 +182,7 @@ class ControlClient:
             running.condition = wait.condition
             running.deadline = self._clock() + wait.timeout_s
             if wait.timeout_s < CONTROL_TIMEOUT_S:  # an idle engine has to be told
-                self._call_soon(self._loop.call_later, wait.timeout_s, self._post, _nothing)
+                self._call_soon(self._runtime.call_later, wait.timeout_s, self._post, _nothing)
 
     def _stop(self, error: PdserveError) -> None:
         """Have the verb under way, if there is one, undo what it has done."""

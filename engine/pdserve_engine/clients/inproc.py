@@ -11,7 +11,6 @@ import logging
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
 from pdserve_common.processes.calls import Call, ResultT
+from pdserve_common.runtime import Runtime
 from pdserve_engine.clients.control import ControlClient
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners
@@ -71,15 +71,26 @@ class _Call(NamedTuple):
 
 
 _Input = _Add | _Abort | _Call
+
+
+class Turn(NamedTuple):
+    """A turn that has begun."""
+
+    # None: the oldest step in flight is to be waited for.
+    result: StepResult | None
+    is_step: bool
+
+
 # Called as observer(stats, outputs, has_computed).
 StepObserver = Callable[[SchedulerStats, Sequence[EngineCoreOutput], bool], None]
 
 
 class InprocEngineClient:
-    """Owns the engine thread from `start` to `close`."""
+    """Owns the engine from `start`, or `open`, to `close`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._clock = runtime.now
         self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._clients: dict[int, OutputsCallback] = {}
@@ -91,6 +102,7 @@ class InprocEngineClient:
         self._error: str | None = None
         self._stats = SchedulerStats()
         self._on_step: StepObserver | None = None
+        self._thread: threading.Thread | None = None
 
     @classmethod
     async def load(
@@ -106,7 +118,7 @@ class InprocEngineClient:
         """Load an engine without blocking the event loop, and start it. Raises what load_engine
         raises.
         """
-        client = cls()
+        client = cls(Runtime())
         load = functools.partial(
             load_engine,
             config,
@@ -164,6 +176,12 @@ class InprocEngineClient:
     ) -> None:
         """Start the engine thread. `on_step` runs on the loop's thread after every step."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.open(loaded, on_step)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def open(self, loaded: LoadedEngine, on_step: StepObserver | None = None) -> None:
+        """Serve an engine whose turns its caller takes on the event loop's thread."""
         self._loaded = loaded
         self._info = loaded.info
         self._core = loaded.core
@@ -173,9 +191,8 @@ class InprocEngineClient:
             on_step(self._stats, (), False)
         self._loop = asyncio.get_running_loop()
         self._control = ControlClient(
-            loaded.control, post=self._post, call_soon=self._call_soon, clock=self._clock
+            loaded.control, post=self._post, call_soon=self._call_soon, runtime=self._runtime
         )
-        self._start_engine()
 
     # ---- EngineClient
 
@@ -278,11 +295,11 @@ class InprocEngineClient:
             if self._clock() > deadline:
                 return False
             self.wake()
-            await asyncio.sleep(DRAIN_POLL_S)
+            await self._runtime.sleep(DRAIN_POLL_S)
         return True
 
     async def close(self) -> None:
-        """Stop the engine thread after its current step and release transport and memory."""
+        """Stop the engine after its current step and release transport and memory."""
         self._is_draining = True
         self._is_stopped = True
         self._control.close("the engine is stopped")
@@ -290,15 +307,41 @@ class InprocEngineClient:
         await asyncio.get_running_loop().run_in_executor(None, self._join_and_release)
 
     def _join_and_release(self) -> None:
-        self._thread.join(JOIN_TIMEOUT_S)
-        if self._thread.is_alive() or not self._loaded.close():
+        thread = self._thread
+        if thread is not None:
+            thread.join(JOIN_TIMEOUT_S)
+        if (thread is not None and thread.is_alive()) or not self._loaded.close():
             self._error = "a step hangs: its memory is left to the system"
 
-    # ---- engine thread
+    # ---- engine thread, or whoever takes the turns
 
-    def _start_engine(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+    def turn(self) -> bool:
+        """Take what has come, and do a step if there is anything to step for. False: the next turn
+        is due when something comes, or after `max_wait_s`.
+        """
+        return self.end_turn(self.begin_turn())
+
+    def begin_turn(self) -> Turn:
+        """The part of `turn` that does not wait for the model."""
+        self._process_inputs()
+        is_step = self._core.has_work()
+        return Turn(self._core.begin_step() if is_step else self._core.poll(), is_step)
+
+    def end_turn(self, turn: Turn) -> bool:
+        """The rest of it: hand out what came of it."""
+        result = self._core.finish_step() if turn.result is None else turn.result
+        self._call_soon(self._deliver, result)
+        self._control.after_step()
+        # A step that changed nothing waits for an event: a request, freed blocks, a deadline. A
+        # poll may have brought work.
+        return self._core.has_work() and (result.has_progressed or not turn.is_step)
+
+    def max_wait_s(self) -> float:
+        """Return after how long a turn is due though nothing has come."""
+        deadline = self._core.scheduler.next_deadline()
+        if deadline is None:
+            return MAX_WAIT_S
+        return min(MAX_WAIT_S, max(0.0, deadline - self._clock()))
 
     def _run(self) -> None:
         # OpenMP's number of threads is each thread's own; torch sets this one's when asked.
@@ -316,32 +359,15 @@ class InprocEngineClient:
             self._call_soon(self._announce_death)
 
     def _loop_until_stopped(self) -> None:
-        core = self._core
         may_step = False
         while not self._is_stopped:
             if not may_step:
                 self._wait_for_input()
-            self._process_inputs()
-            is_step = core.has_work()
-            may_step = self._after_step(core.step() if is_step else core.poll(), is_step=is_step)
-
-    def _after_step(self, result: StepResult, *, is_step: bool) -> bool:
-        """Hand out a result; False if there is nothing to step for before an input comes."""
-        self._call_soon(self._deliver, result)
-        self._control.after_step()
-        # A step that changed nothing waits for an event: a request, freed blocks, a deadline. A
-        # poll may have brought work.
-        return self._core.has_work() and (result.has_progressed or not is_step)
+            may_step = self.turn()
 
     def _wait_for_input(self) -> None:
         with contextlib.suppress(queue.Empty):
-            self._handle(self._inputs.get(timeout=self._max_wait_s()))
-
-    def _max_wait_s(self) -> float:
-        deadline = self._core.scheduler.next_deadline()
-        if deadline is None:
-            return MAX_WAIT_S
-        return min(MAX_WAIT_S, max(0.0, deadline - self._clock()))
+            self._handle(self._inputs.get(timeout=self.max_wait_s()))
 
     def _process_inputs(self) -> None:
         while True:

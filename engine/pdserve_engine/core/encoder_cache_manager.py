@@ -7,12 +7,14 @@ computed some and not all. Afterwards it stays until others need its room.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve_common.engine_types import MultiModalFeatureSpec
-from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from pdserve_engine.models.config import VisionConfig
 
 
 class EncoderStep(NamedTuple):
@@ -145,7 +147,7 @@ class EncoderCacheManager:
                 self._freed.append(name)
 
 
-def encoder_cache_size(vision: VisionConfig | None, max_num_batched_tokens: int) -> int:
+def encoder_cache_size(vision: "VisionConfig | None", max_num_batched_tokens: int) -> int:
     """Return how many tokens of pictures are kept: a step's, or those of one picture."""
     return 0 if vision is None else max(vision.num_image_tokens, max_num_batched_tokens)
 

@@ -4,12 +4,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pdserve_common.processes.calls import Call, ResultT
-from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pdserve_engine.kv.block_copier import BlockCopier
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -122,7 +124,7 @@ class Executor(Protocol):
         """None if it serves none. Not before there is a pool."""
         ...
 
-    def open_block_copier(self) -> BlockCopier:
+    def open_block_copier(self) -> "BlockCopier":
         """Return what copies blocks of the pool on a thread of its own. Not before there is a pool,
         and not where several ranks have parts of each block: their config is refused.
         """

@@ -1,14 +1,18 @@
 """What a model that sees pictures asks of a request's."""
 
+from typing import TYPE_CHECKING
+
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.tensors import TensorNotHeldError
-from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.request import Request
+
+if TYPE_CHECKING:
+    from pdserve_engine.models.config import VisionConfig
 
 TENSOR_NOT_HELD = "a picture's pixels are not on this worker"
 
 
-def refuse_pictures(request: Request, vision: VisionConfig | None) -> PdserveError | None:
+def refuse_pictures(request: Request, vision: "VisionConfig | None") -> PdserveError | None:
     """Return InvalidRequestError unless its pictures are of the model's size and stand where its
     tokens for them are; TensorNotHeldError if it computes them here and pixels are missing.
     """

@@ -12,6 +12,7 @@ preemption waits until nothing is in flight (`needs_drain`).
 import enum
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from pdserve_common.capabilities import adapter_not_held
 from pdserve_common.engine_types import (
@@ -53,13 +54,15 @@ from pdserve_engine.kv_transfer.ports import (
     PrefixProducerPort,
     ProducerPort,
 )
-from pdserve_engine.models.config import VisionConfig
 from pdserve_engine.request.deadlines import Deadlines
 from pdserve_engine.request.handoff import HeldResult
 from pdserve_engine.request.outputs import ClientOutputs, Outputs
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.proposer import Proposer
+
+if TYPE_CHECKING:
+    from pdserve_engine.models.config import VisionConfig
 
 
 class PauseState(enum.IntEnum):
@@ -88,7 +91,7 @@ class Scheduler:
         compile_grammar: CompileGrammar | None = None,
         adapters: AdapterPool | None = None,
         proposer: Proposer | None = None,
-        vision: VisionConfig | None = None,
+        vision: "VisionConfig | None" = None,
         wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

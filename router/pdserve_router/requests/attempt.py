@@ -1,7 +1,6 @@
 """One attempt at a request: its legs, and what the end of one means for the other."""
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pdserve_common.engine_types import (
@@ -16,7 +15,7 @@ from pdserve_router.requests.request_spans import begin_attempt, end_attempt
 from pdserve_router.workers.legs import failure_of, has_failed, make_legs
 from pdserve_router.workers.listeners import OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -32,13 +31,13 @@ class AttemptOwner(Protocol):
 
     state: RequestState
 
-    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
+    def accept(self, output: EngineCoreOutput, worker: Worker) -> bool:
         """Take an output's tokens. Returns False if that ended the request."""
 
     def on_done(self, output: EngineCoreOutput, *, outcome: HandoffOutcome) -> None:
         """This output is the end of the answer."""
 
-    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+    def on_failed(self, worker: Worker, error: EngineError) -> None:
         """A worker cannot go on."""
 
     def on_kv_lost(self, output: EngineCoreOutput) -> None:
@@ -57,7 +56,7 @@ class Attempt:
         self.request = request
         self.route = route
         # P stays in here after it handed the request off: it may still hold the blocks.
-        self.running: set[WorkerClient] = set()
+        self.running: set[Worker] = set()
         # Tokens of this stream before this attempt.
         self.num_tokens_before = owner.state.num_new_tokens
         self._num_known = len(owner.state.token_ids)
@@ -68,14 +67,14 @@ class Attempt:
         self._early: list[EngineCoreOutput] = []
         self._span: Span | None = None
 
-    def begin_span(self, parent: "Span") -> None:
+    def begin_span(self, parent: "Span", now_ns: int) -> None:
         """Call it before `send`: workers make children of it."""
         self._span = begin_attempt(
             parent,
             self.request,
             self.route,
             num_tokens=self._num_known,
-            now_ns=time.monotonic_ns(),
+            now_ns=now_ns,
         )
         self.request = dataclasses.replace(self.request, trace_headers=self._span.headers)
 
@@ -99,7 +98,7 @@ class Attempt:
             # Nothing comes of a ticket, and an earlier attempt has no successor there.
             decode.abort(self.request.request_id)
 
-    def abort(self, *, but: frozenset[WorkerClient] = frozenset()) -> None:
+    def abort(self, *, but: frozenset[Worker] = frozenset()) -> None:
         """End it on every worker. It says nothing any more; on the workers in `but` the next
         attempt takes its place.
         """
@@ -110,7 +109,7 @@ class Attempt:
 
     def _send(
         self,
-        worker: WorkerClient,
+        worker: Worker,
         request: EngineCoreRequest,
         on_output: OutputCallback,
         take_token: TokenCallback = no_token,
@@ -184,7 +183,7 @@ class Attempt:
         """
         return self._is_ticket and _is_cancelled(output)
 
-    def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+    def _fail_leg(self, worker: Worker, output: EngineCoreOutput) -> None:
         self.running.discard(worker)
         self._owner.on_failed(worker, failure_of(output, worker))
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.text.parts import OutputPart, join_parts
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import AnyRoute, Route
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -128,13 +127,13 @@ class BeamSearchRequest(LiveRequest):
         return stop_token_ids | {eos_token_id}
 
     @property
-    def _worker(self) -> WorkerClient:
+    def _worker(self) -> Worker:
         return self._route.decode
 
     def start(self) -> None:
         self._watch_deadline()
         self._step()
-        self._timeline.dispatched_ns = time.monotonic_ns()
+        self._timeline.dispatched_ns = self._runtime.now_ns()
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error)
@@ -282,7 +281,9 @@ class BeamSearchRequest(LiveRequest):
         self.recovery.note_tokens(1)
         tops = [self._tops[index] for index in range(len(self._tops))]
         self._tops = {}
-        self._timeline.on_tokens(time.monotonic_ns(), num_before=self._search.num_tokens, num_new=1)
+        self._timeline.on_tokens(
+            self._runtime.now_ns(), num_before=self._search.num_tokens, num_new=1
+        )
         self._search.advance(tops)
         self._on_tokens(self, len(tops))
         if self._search.is_done:
@@ -317,7 +318,7 @@ class BeamSearchRequest(LiveRequest):
         self._stop_deadline()
         self._redrives.discard(self)
         self._abort_step()
-        self._timeline.finished_ns = time.monotonic_ns()
+        self._timeline.finished_ns = self._runtime.now_ns()
         self._ending = Ending(
             finish_reason=finish_reason,
             error=error,

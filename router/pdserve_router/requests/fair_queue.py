@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve_common.errors import DeadlineExceededError
+from pdserve_common.runtime import Runtime
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +37,10 @@ class FairQueue:
     has all of the window. Who leaves has cost its tenant nothing: the next has its tag.
     """
 
-    def __init__(self, window: Callable[[], float]) -> None:
+    def __init__(self, window: Callable[[], float], runtime: Runtime) -> None:
         """`window` returns how much work may be under way; what begins last may exceed it."""
         self._window = window
+        self._runtime = runtime
         # Of all who wait.
         self.waiting = 0.0
         self._num_waiting = 0
@@ -61,7 +63,7 @@ class FairQueue:
         queue = self._tenants.setdefault(tenant, _Tenant())
         waiting = self._join(queue, work, share)
         try:
-            await asyncio.wait([waiting.turn], timeout=timeout_s)
+            await self._runtime.wait(waiting.turn, timeout_s)
         except asyncio.CancelledError:
             if waiting.turn.done():
                 self.end(work)

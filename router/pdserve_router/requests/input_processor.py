@@ -136,6 +136,9 @@ class InputProcessor:
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
 
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
     def check_model(self, name: str, limits: ModelLimits | None = None) -> None:
         """Raise ModelNotFoundError if a client names a model that is not served, nor, with limits,
         an adapter of it.
@@ -212,7 +215,7 @@ class InputProcessor:
         most = most_prompt_tokens(request, limits)
         if self._pictures.check_request(request, limits) and self._is_inline:
             raise NotSmallError
-        tokenize_start_ns = time.monotonic_ns()
+        tokenize_start_ns = self._now_ns()
         token_ids = await self.tokenize(
             text=request.text,
             messages=request.messages,
@@ -224,7 +227,7 @@ class InputProcessor:
         )
         if most is not None:
             token_ids = token_ids[-most:]
-        tokenize_end_ns = time.monotonic_ns()
+        tokenize_end_ns = self._now_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
         params = complete_params(
@@ -292,7 +295,7 @@ class InputProcessor:
         _check_request(request)
         validate_pooling_params(request.pooling_params, limits.capabilities)
         cut = request.cut(limits.max_model_len)
-        tokenize_start_ns = time.monotonic_ns()
+        tokenize_start_ns = self._now_ns()
         token_ids = request.token_ids or ()
         if request.text is not None:
             token_ids = await self._tokenizer.encode_pooled(
@@ -304,7 +307,7 @@ class InputProcessor:
             )
         elif cut is not None:
             token_ids = cut.apply(token_ids)
-        tokenize_end_ns = time.monotonic_ns()
+        tokenize_end_ns = self._now_ns()
         validate_prompt(
             token_ids,
             max_model_len=limits.max_model_len,

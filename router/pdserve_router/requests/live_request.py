@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pdserve_common.engine_types import EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector
 from pdserve_router.requests.redrive import RedriveQueue
@@ -37,7 +38,7 @@ class LiveRequest(ABC):
         self.session = processed.session
         self._metrics = services.metrics
         self._redrives = services.redrives
-        self._clock = services.redrives.clock
+        self._runtime = services.runtime
         self._on_tokens = services.on_tokens
         self._on_end = services.on_end
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -119,8 +120,8 @@ class LiveRequest(ABC):
     def _watch_deadline(self) -> None:
         """Fail at the deadline, if there is one, unless the timer is stopped before."""
         if self.core_request.deadline is not None:
-            self._deadline_timer = asyncio.get_running_loop().call_later(
-                max(0.0, self.core_request.deadline - self._clock()), self._on_deadline
+            self._deadline_timer = self._runtime.call_later(
+                max(0.0, self.core_request.deadline - self._runtime.now()), self._on_deadline
             )
 
     def _stop_deadline(self) -> None:
@@ -128,7 +129,7 @@ class LiveRequest(ABC):
             self._deadline_timer.cancel()
 
     def _on_deadline(self) -> None:
-        age = self._clock() - self.core_request.arrival_time
+        age = self._runtime.now() - self.core_request.arrival_time
         self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
 
 
@@ -141,5 +142,6 @@ class Services:
     tokenizer: Tokenizer
     metrics: RouterMetrics
     redrives: RedriveQueue
+    runtime: Runtime
     on_tokens: Callable[[LiveRequest, int], None]
     on_end: Callable[[LiveRequest], None]

@@ -1,7 +1,6 @@
 """From engine outputs to what clients get: rule K7, text and parts."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from pdserve_common.engine_types import (
@@ -128,7 +127,7 @@ class RequestState:
         self.collector.put_text(self._detokenizer.push(token_id), token_id)
         return True
 
-    def accept(self, output: EngineCoreOutput) -> str | None:
+    def accept(self, output: EngineCoreOutput, now_ns: int) -> str | None:
         """Take the new tokens of an output of the current attempt, by rule K7, and pass their text
         on. Returns the stop string if one ended the request. Raises PdserveError if tokens or
         logprobs are missing or tokens contradict those already delivered.
@@ -144,9 +143,7 @@ class RequestState:
         logprobs = self._logprobs_of(new, output)
         if not self.token_ids and self._params.prompt_logprobs is not None:
             self.collector.put_prompt_logprobs(self._all_prompt_logprobs())
-        self.timeline.on_tokens(
-            time.monotonic_ns(), num_before=self.num_new_tokens, num_new=len(new)
-        )
+        self.timeline.on_tokens(now_ns, num_before=self.num_new_tokens, num_new=len(new))
         end = None if output.finish_reason is None else TokenEnd(output.finish_reason)
         return self._deliver(new, logprobs, num_silent=self._num_silent(end))
 

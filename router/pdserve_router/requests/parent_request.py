@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -162,7 +161,7 @@ class ParentRequest(LiveRequest):
         timelines = [child.state.timeline for child in self._children]
         first_tokens = [each.first_token_ns for each in timelines if each.first_token_ns]
         return replace(
-            first, first_token_ns=min(first_tokens, default=0), finished_ns=time.monotonic_ns()
+            first, first_token_ns=min(first_tokens, default=0), finished_ns=self._runtime.now_ns()
         )
 
 

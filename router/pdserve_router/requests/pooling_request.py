@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from pdserve_router.requests.request_spans import add_stages, begin_attempt, end
 from pdserve_router.workers.legs import failure_of, has_failed
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import AnyRoute
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -84,7 +83,7 @@ class PoolingRequest(LiveRequest):
         return dataclasses.replace(self.core_request, attempt=self.recovery.num_redrives + 1)
 
     @property
-    def _worker(self) -> WorkerClient:
+    def _worker(self) -> Worker:
         return self._route.prompt_worker
 
     def share_origin(self) -> Collection[Origin]:
@@ -92,7 +91,7 @@ class PoolingRequest(LiveRequest):
         return self._origins
 
     def start(self) -> None:
-        self._timeline.dispatched_ns = time.monotonic_ns()
+        self._timeline.dispatched_ns = self._runtime.now_ns()
         self._watch_deadline()
         self._send(self.core_request)
 
@@ -149,7 +148,7 @@ class PoolingRequest(LiveRequest):
         worker = self._worker
         self._origin = worker.origin
         if self.span is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = self._runtime.now_ns()
             span = begin_attempt(self.span, request, self._route, num_tokens=0, now_ns=now_ns)
             request = dataclasses.replace(request, trace_headers=span.headers)
             self._attempt_span = span
@@ -160,7 +159,7 @@ class PoolingRequest(LiveRequest):
         else:
             self._is_sent = True
 
-    def _on_output(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+    def _on_output(self, worker: Worker, output: EngineCoreOutput) -> None:
         self._prefill_stats = output.prefill_stats or self._prefill_stats
         if not output.finished:
             return
@@ -173,11 +172,11 @@ class PoolingRequest(LiveRequest):
         else:
             self._redrives.pool.report_success(worker)
             self._pooled = output.pooling_output
-            self._timeline.first_token_ns = time.monotonic_ns()
+            self._timeline.first_token_ns = self._runtime.now_ns()
             self._end(FinishReason.STOP)
 
     def _on_failed(
-        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
+        self, worker: Worker, error: EngineError, *, level: int = logging.WARNING
     ) -> None:
         """Send the request again if that may help."""
         self._redrives.blame(self._route, worker, error)
@@ -197,7 +196,7 @@ class PoolingRequest(LiveRequest):
         """Does nothing if there is none, or it has ended."""
         span, self._attempt_span = self._attempt_span, None
         if span is not None:
-            end_attempt(span, error, time.monotonic_ns(), redrive_reason=redrive_reason)
+            end_attempt(span, error, self._runtime.now_ns(), redrive_reason=redrive_reason)
 
     def _log(self, level: int, text: str, *args: object) -> None:
         attempt = self.recovery.num_redrives
@@ -210,7 +209,7 @@ class PoolingRequest(LiveRequest):
         self._redrives.discard(self)
         if self._is_sent:
             self._worker.abort(self.core_request.request_id)
-        self._timeline.finished_ns = time.monotonic_ns()
+        self._timeline.finished_ns = self._runtime.now_ns()
         stats = self._prefill_stats
         usage = Usage(
             num_prompt_tokens=len(self.core_request.prompt_token_ids),

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -28,6 +27,7 @@ from pdserve_common.errors import (
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.requests.suspects import (
     epoch_of,
@@ -39,7 +39,7 @@ from pdserve_router.requests.suspects import (
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.prefix_index import num_known_tokens
 from pdserve_router.workers.route_chooser import AnyRoute, Route
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -93,22 +93,22 @@ class Recovery:
     # When a worker first had no room for it, since its last token.
     overloaded_at: float | None = None
     # As in Suspect.
-    ended: list[tuple[WorkerClient, str]] = field(default_factory=list)
+    ended: list[tuple[Worker, str]] = field(default_factory=list)
     is_suspect: bool = False
-    died_at: WorkerClient | None = None
+    died_at: Worker | None = None
     # Those of its current attempt that have brought tokens.
-    answering: set[WorkerClient] = field(default_factory=set)
+    answering: set[Worker] = field(default_factory=set)
     # Of the attempt that is lost: its route, what its workers said in that order, and when.
     route: AnyRoute | None = None
-    errors: dict[WorkerClient, EngineError] = field(default_factory=dict)
+    errors: dict[Worker, EngineError] = field(default_factory=dict)
     lost_at: float = 0.0
     # For metrics.
     reason: str = ""
     # D, if it may hold blocks of the request, and the tokens whose KV it has said it holds.
-    holder: WorkerClient | None = None
+    holder: Worker | None = None
     num_confirmed_tokens: int = 0
     # Who failed earlier attempts, and when they may get it again.
-    _retry_at_before: dict[WorkerClient, float] = field(default_factory=dict)
+    _retry_at_before: dict[Worker, float] = field(default_factory=dict)
     # Attempts since the last token, and tokens since a redrive was spent or given back.
     _num_idle: int = 0
     _num_new_tokens: int = 0
@@ -131,7 +131,7 @@ class Recovery:
         return self.is_planned or self.is_excused or self.is_overloaded
 
     @property
-    def blamed(self) -> frozenset[WorkerClient]:
+    def blamed(self) -> frozenset[Worker]:
         """Who failed the lost attempt: whoever said so of itself. A handoff that failed between two
         workers that live is put down to P, as D can do without it.
         """
@@ -140,29 +140,29 @@ class Recovery:
         return frozenset(own or {self.route.prompt_worker})
 
     @property
-    def failed(self) -> frozenset[WorkerClient]:
+    def failed(self) -> frozenset[Worker]:
         """Who failed the request in any attempt."""
         return frozenset(self._retry_at)
 
-    def not_yet(self, now: float) -> frozenset[WorkerClient]:
+    def not_yet(self, now: float) -> frozenset[Worker]:
         """Who failed it so recently that trying again makes no sense."""
         return frozenset(worker for worker, at in self._retry_at.items() if now < at)
 
     @property
-    def _retry_at(self) -> dict[WorkerClient, float]:
+    def _retry_at(self) -> dict[Worker, float]:
         delay_s = REUSE_DELAY_S * 2 ** min(self._num_idle, MAX_REUSE_DOUBLINGS)
         delay_s = max(delay_s, (self.error.retry_after_ms or 0) / 1000)
         return self._retry_at_before | dict.fromkeys(self.blamed, self.lost_at + delay_s)
 
     @property
-    def good_holder(self) -> WorkerClient | None:
+    def good_holder(self) -> Worker | None:
         """D, if it may hold blocks of the request and can go on with it."""
         holder = self.holder
         is_good = holder is not None and holder.is_ready and holder not in self.failed
         return holder if is_good else None
 
     def add(
-        self, route: AnyRoute, worker: WorkerClient, error: EngineError, *, reason: str, now: float
+        self, route: AnyRoute, worker: Worker, error: EngineError, *, reason: str, now: float
     ) -> None:
         """A worker of the current attempt, which is on `route`, cannot go on."""
         self.route = route
@@ -263,20 +263,21 @@ class RedriveQueue:
         metrics: RouterMetrics,
         max_redrives: int,
         wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         self.pool = pool
-        self.clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._max_redrives = max_redrives
         self._metrics = metrics
         self._wait_s = wait_s
         self._waiting: dict[Redrive, _Waiting] = {}
         # Without a token since: the worker that computes their tokens, and how many.
-        self._sent: dict[Redrive, tuple[WorkerClient, int]] = {}
+        self._sent: dict[Redrive, tuple[Worker, int]] = {}
         # The suspect that is tried.
         self._tried: Redrive | None = None
         # Their sums.
-        self._num_sent_tokens: Counter[WorkerClient] = Counter()
+        self._num_sent_tokens: Counter[Worker] = Counter()
         self._timer: asyncio.Handle | None = None
         # When it is due; uvloop's handles do not all tell.
         self._timer_at = 0.0
@@ -296,10 +297,10 @@ class RedriveQueue:
             return False
         if recovery.is_overloaded and self._max_redrives:
             assert recovery.overloaded_at is not None
-            return self.clock() - recovery.overloaded_at >= self._wait_s
+            return self._clock() - recovery.overloaded_at >= self._wait_s
         return recovery.num_spent >= self._max_redrives
 
-    def blame(self, route: AnyRoute, worker: WorkerClient, error: EngineError) -> None:
+    def blame(self, route: AnyRoute, worker: Worker, error: EngineError) -> None:
         """Tell the pool who is at fault for a request's failure. Never for what the request or its
         client has caused: it would fail anywhere, and must cost others nothing.
         """
@@ -313,14 +314,14 @@ class RedriveQueue:
         self,
         redrive: Redrive,
         route: AnyRoute,
-        worker: WorkerClient,
+        worker: Worker,
         error: EngineError,
         *,
         reason: str,
     ) -> None:
         """Note that a worker cannot go on with the request's current attempt."""
         attempt = redrive.recovery.num_redrives
-        redrive.recovery.add(route, worker, error, reason=reason, now=self.clock())
+        redrive.recovery.add(route, worker, error, reason=reason, now=self._clock())
         what_next = "it is sent again when a worker has room"
         if self.is_spent(redrive):
             what_next = "no attempt is left"
@@ -339,7 +340,7 @@ class RedriveQueue:
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
         )
-        waiting.not_before = min(waiting.not_before, self.clock() + delay_s)
+        waiting.not_before = min(waiting.not_before, self._clock() + delay_s)
         self._changed(delay_s)
 
     def discard(self, redrive: Redrive) -> None:
@@ -354,7 +355,7 @@ class RedriveQueue:
         if self._forget_sent(redrive):
             self._changed()
 
-    def on_answer(self, redrive: Redrive, route: AnyRoute, worker: WorkerClient) -> None:
+    def on_answer(self, redrive: Redrive, route: AnyRoute, worker: Worker) -> None:
         """A worker of its attempt, which is on `route`, has brought a token."""
         recovery = redrive.recovery
         recovery.answering.add(worker)
@@ -367,7 +368,7 @@ class RedriveQueue:
             self._tried = None
             self._changed()
 
-    def _note_sent(self, redrive: Redrive, worker: WorkerClient, num_tokens: int) -> None:
+    def _note_sent(self, redrive: Redrive, worker: Worker, num_tokens: int) -> None:
         self._sent[redrive] = (worker, num_tokens)
         self._num_sent_tokens[worker] += num_tokens
 
@@ -386,17 +387,16 @@ class RedriveQueue:
         order of their deadlines, and nothing is sent from inside a worker's callback.
         """
         self._metrics.redrives_waiting.set(len(self._waiting))
-        loop = asyncio.get_running_loop()
-        due = loop.time() + delay_s
+        due = self._clock() + delay_s
         if self._timer is not None and (not self._waiting or self._timer_at > due):
             self._timer.cancel()
             self._timer = None
         if self._waiting and self._timer is None:
-            self._timer, self._timer_at = loop.call_later(delay_s, self._send_next), due
+            self._timer, self._timer_at = self._runtime.call_later(delay_s, self._send_next), due
 
     def _send_next(self) -> None:
         self._timer = None
-        now = self.clock()
+        now = self._clock()
         self._end_those_at_fault(now)
         is_unanswered = not any(worker.is_ready for worker in self.pool.answering)
         is_blocked = False
@@ -499,7 +499,7 @@ class RedriveQueue:
         return route if self._has_room(*_load_of(recovery, request, route)) else None
 
     def _route_around(
-        self, redrive: Redrive, request: EngineCoreRequest, busy: frozenset[WorkerClient]
+        self, redrive: Redrive, request: EngineCoreRequest, busy: frozenset[Worker]
     ) -> AnyRoute:
         """Let the pool choose among those that have not failed the request, if there are any."""
         recovery = redrive.recovery
@@ -511,9 +511,9 @@ class RedriveQueue:
                 return route(exclude=recovery.failed | busy, decode=holder)
         with contextlib.suppress(NoWorkerError, OverloadedError):
             return route(exclude=recovery.failed | busy)
-        return route(exclude=recovery.not_yet(self.clock()) | busy)
+        return route(exclude=recovery.not_yet(self._clock()) | busy)
 
-    def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
+    def _busy(self, request: EngineCoreRequest) -> frozenset[Worker]:
         """Return the prefill workers that have no room for it now."""
         num_tokens = num_known_tokens(request)
         return frozenset(
@@ -522,7 +522,7 @@ class RedriveQueue:
             if worker.role is WorkerRole.PREFILL and not self._has_room(worker, num_tokens)
         )
 
-    def _has_room(self, worker: WorkerClient, num_tokens: int) -> bool:
+    def _has_room(self, worker: Worker, num_tokens: int) -> bool:
         num_sent_tokens = self._num_sent_tokens[worker]
         if not num_sent_tokens:
             return True
@@ -548,9 +548,7 @@ def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:
     return max(0, num_known_tokens(request) - recovery.num_confirmed_tokens)
 
 
-def _load_of(
-    recovery: Recovery, request: EngineCoreRequest, route: AnyRoute
-) -> tuple[WorkerClient, int]:
+def _load_of(recovery: Recovery, request: EngineCoreRequest, route: AnyRoute) -> tuple[Worker, int]:
     """Return who computes tokens on that route, and how many. P has none of what D holds."""
     worker = route.prompt_worker
     is_holder = worker is recovery.holder

@@ -5,7 +5,6 @@ end.
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, me
 from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import AnyRoute, Route
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
     from pdserve_common.tracing import Span
@@ -129,13 +128,13 @@ class SingleCompletion(LiveRequest):
         if self.ending is not None:
             # With another completion of its request, which could not begin.
             return
-        self.state.timeline.dispatched_ns = time.monotonic_ns()
+        self.state.timeline.dispatched_ns = self._runtime.now_ns()
         if (end := self.state.resumed_end) is not None:
             self._end(end.finish_reason, stop_reason=end.stop_reason, outcome=None)
             return
         self._watch_deadline()
         self._send()
-        self.state.timeline.dispatched_ns = time.monotonic_ns()
+        self.state.timeline.dispatched_ns = self._runtime.now_ns()
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error, outcome="aborted")
@@ -163,12 +162,12 @@ class SingleCompletion(LiveRequest):
         self._log(logging.WARNING, "nobody is left to go on with: it fails")
         self._end(FinishReason.ERROR, error=error or self.recovery.error, outcome=self._outcome)
 
-    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
+    def accept(self, output: EngineCoreOutput, worker: Worker) -> bool:
         """Take the tokens; False if that ended the request."""
         self._take_stats(output, worker)
         num_before = len(self.state.token_ids)
         try:
-            stop_string = self.state.accept(output)
+            stop_string = self.state.accept(output, self._runtime.now_ns())
         except PdserveError as problem:
             error = problem.to_engine_error()
             self._redrives.blame(self.route, worker, error)
@@ -190,7 +189,7 @@ class SingleCompletion(LiveRequest):
             self._redrives.pool.report_success(worker)
         self._end(output.finish_reason, stop_reason=output.stop_reason, outcome=outcome)
 
-    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+    def on_failed(self, worker: Worker, error: EngineError) -> None:
         """Send the request again if that may help."""
         if not self.recovery.errors:
             self._redrives.blame(self.route, worker, error)
@@ -234,10 +233,10 @@ class SingleCompletion(LiveRequest):
         self.origins.update(each.origin.with_adapter(lora) for each in self.route.workers)
         self.state.collector.origin = str(joined(self.origins))
         if self.span is not None:
-            self._attempt.begin_span(self.span)
+            self._attempt.begin_span(self.span, self._runtime.now_ns())
         self._attempt.send()
 
-    def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
+    def _take_stats(self, output: EngineCoreOutput, worker: Worker) -> None:
         """Keep what the stages of the first and the second token took, of the attempts that brought
         them. The prompt's are those of the worker that computed it.
         """
@@ -261,7 +260,7 @@ class SingleCompletion(LiveRequest):
         if prefill is not None:
             self._redrives.pool.report_transfer(prefill, decode, transfer)
 
-    def _on_progress(self, worker: WorkerClient) -> None:
+    def _on_progress(self, worker: Worker) -> None:
         self._redrives.on_answer(self, self.route, worker)
         if self not in self._redrives:
             self._redrives.on_token(self)
@@ -270,7 +269,7 @@ class SingleCompletion(LiveRequest):
             self._redrives.discard(self)
             self.recovery.forget()
 
-    def _is_settled(self, worker: WorkerClient) -> bool:
+    def _is_settled(self, worker: Worker) -> bool:
         """From now on a token changes nothing but the answer: D goes on alone, what the stages of
         the first two took is known, and no worker is lost.
         """
@@ -283,14 +282,12 @@ class SingleCompletion(LiveRequest):
             self._num_noted += num_new
             self.recovery.note_tokens(num_new)
 
-    def _fail(
-        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
-    ) -> None:
+    def _fail(self, worker: Worker, error: EngineError, *, level: int = logging.WARNING) -> None:
         self._log(level, "%s: %s; it fails", worker.address, error.message)
         outcome = _failure_of(worker, self.route)
         self._end(FinishReason.ERROR, error=error, outcome=outcome)
 
-    def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
+    def _lose(self, worker: Worker, error: EngineError, *, reason: str) -> None:
         if self.ending is not None:
             return
         self.state.takes_tokens = False
@@ -328,7 +325,7 @@ class SingleCompletion(LiveRequest):
         self._stop_deadline()
         self._redrives.discard(self)
         self._attempt.abort()
-        self.state.timeline.finished_ns = time.monotonic_ns()
+        self.state.timeline.finished_ns = self._runtime.now_ns()
         self.state.finish(
             Ending(
                 finish_reason=finish_reason,
@@ -388,5 +385,5 @@ class SingleCompletion(LiveRequest):
         )
 
 
-def _failure_of(worker: WorkerClient, route: Route) -> HandoffOutcome:
+def _failure_of(worker: Worker, route: Route) -> HandoffOutcome:
     return "prefill_failed" if worker is route.prefill else "decode_failed"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 # Workers that die under a request before it can be ended for that.
 NUM_DEATHS = 2
@@ -22,11 +22,11 @@ class Suspect(Protocol):
 
     # Workers that ended under it with a word of a death, since it brought more than a few tokens;
     # and their epochs then.
-    ended: list[tuple[WorkerClient, str]]
+    ended: list[tuple[Worker, str]]
     is_suspect: bool
     # The one that died under its current attempt, if it brought no token of it and that is not
     # judged yet.
-    died_at: WorkerClient | None
+    died_at: Worker | None
     # When.
     lost_at: float
 
@@ -41,7 +41,7 @@ def num_deaths(suspect: Suspect) -> int:
     return sum(not worker.is_ready or epoch_of(worker) != epoch for worker, epoch in suspect.ended)
 
 
-def epoch_of(worker: WorkerClient) -> str:
+def epoch_of(worker: Worker) -> str:
     """Of the process that a worker is now."""
     return worker.info.epoch if worker.info is not None else ""
 
@@ -53,12 +53,12 @@ def is_to_be_judged(suspect: Suspect) -> bool:
 
 def find_at_fault(
     suspects: Iterable[Suspect], now: float, *, settle_s: float
-) -> list[tuple[Suspect, WorkerClient]]:
+) -> list[tuple[Suspect, Worker]]:
     """Return those of all lost requests that are to be ended, with the workers that died under
     them. Others that may be at fault are suspects from now on. A worker's death is looked at after
     `settle_s`, when all that had requests there have been told.
     """
-    by_worker: dict[WorkerClient, list[Suspect]] = {}
+    by_worker: dict[Worker, list[Suspect]] = {}
     for each in suspects:
         if each.died_at is not None and is_to_be_judged(each):
             by_worker.setdefault(each.died_at, []).append(each)

@@ -16,8 +16,9 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.routing_policy import load
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,10 @@ class AdapterRollout:
     waited for only if it is of the same name.
     """
 
-    def __init__(self, pool: WorkerPool, control: Control) -> None:
+    def __init__(self, pool: WorkerPool, control: Control, runtime: Runtime) -> None:
         self._pool = pool
         self._control = control
+        self._runtime = runtime
         self._lock = asyncio.Lock()
         # How many changes are asked for, and what `extend` does, which gives way to them.
         self._num_asked = 0
@@ -85,7 +87,7 @@ class AdapterRollout:
             await self._until_listed(adapter)
             return adapter
 
-    async def extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+    async def extend(self, adapter: LoRAAdapter, workers: Sequence[Worker]) -> bool:
         """Load an adapter on more workers, from where others have it, if they have room; False, and
         nothing, if by now its name stands for another one, or on one of them for any, or if `load`
         or `unload` is called before all have it. Raises as `load` does.
@@ -94,7 +96,7 @@ class AdapterRollout:
             return False
         lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path)
         loads = [
-            asyncio.create_task(self._control.add_lora(w.address, lora, keep_others=True))
+            self._runtime.spawn(self._control.add_lora(w.address, lora, keep_others=True))
             for w in workers
         ]
         self._extension = extension = _Extension(adapter.name, loads)
@@ -114,7 +116,7 @@ class AdapterRollout:
             raise failures[0]
         return False
 
-    def may_extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+    def may_extend(self, adapter: LoRAAdapter, workers: Sequence[Worker]) -> bool:
         """Does its name stand for it, and on these workers for nothing?"""
         current = self._pool.limits.adapter(adapter.name) if self._pool.limits else None
         return (
@@ -157,10 +159,10 @@ class AdapterRollout:
         finally:
             self._num_asked -= 1
 
-    def _ready(self) -> list[WorkerClient]:
+    def _ready(self) -> list[Worker]:
         return [w for w in (*self._pool.decode, *self._pool.prefill) if self._pool.serves(w)]
 
-    def _choose(self, name: str, num_workers: int) -> Sequence[WorkerClient]:
+    def _choose(self, name: str, num_workers: int) -> Sequence[Worker]:
         """Return decode workers first. Those that have the name come first, then those with the
         least load, of prefill those that are proven with a chosen decode worker.
         """
@@ -177,11 +179,11 @@ class AdapterRollout:
         prefill.sort(key=lambda p: (p not in partners, not _digest_of(p, name), load(p)))
         return [*decode[:num_workers], *prefill[:num_workers]]
 
-    def _partners(self, decode: Sequence[WorkerClient]) -> Collection[WorkerClient]:
+    def _partners(self, decode: Sequence[Worker]) -> Collection[Worker]:
         return {partner for worker in decode for partner in self._pool.partners(worker)}
 
     async def _add_first(
-        self, worker: WorkerClient, lora: LoRARequest, before: Mapping[WorkerClient, str]
+        self, worker: Worker, lora: LoRARequest, before: Mapping[Worker, str]
     ) -> LoRAAdapter:
         try:
             return await self._control.add_lora(worker.address, lora)
@@ -193,8 +195,8 @@ class AdapterRollout:
 
     async def _take_back(
         self,
-        workers: Sequence[WorkerClient],
-        before: Mapping[WorkerClient, str],
+        workers: Sequence[Worker],
+        before: Mapping[Worker, str],
         name: str,
         digest: str,
     ) -> None:
@@ -204,7 +206,7 @@ class AdapterRollout:
         changed = [worker for worker in workers if not digest or before[worker] != digest]
         await asyncio.gather(*(self._remove(worker, name, digest) for worker in changed))
 
-    async def _remove(self, worker: WorkerClient, name: str, digest: str) -> None:
+    async def _remove(self, worker: Worker, name: str, digest: str) -> None:
         try:
             await self._control.remove_lora(worker.address, name, digest)
         except PdserveError as error:
@@ -228,11 +230,11 @@ class AdapterRollout:
         for _ in range(round(LISTED_TIMEOUT_S / _POLL_S)):
             if condition():
                 return True
-            await asyncio.sleep(_POLL_S)
+            await self._runtime.sleep(_POLL_S)
         return False
 
 
-def _digest_of(worker: WorkerClient, name: str) -> str:
+def _digest_of(worker: Worker, name: str) -> str:
     """Return what a name stands for on a worker; empty: nothing."""
     adapters = worker.info.adapters if worker.info is not None else ()
     return next((each.digest for each in adapters if each.name == name), "")

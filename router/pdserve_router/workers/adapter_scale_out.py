@@ -4,8 +4,7 @@ before they started again.
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve_common import defects
@@ -13,9 +12,10 @@ from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import PdserveError
 from pdserve_common.lora_metrics import ScaleOuts
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.routing_policy import load
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,15 @@ class AdapterScaleOut:
         *,
         max_requests: int,
         outcomes: ScaleOuts,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """A worker with more than `max_requests` requests has much to do; 0: nothing is added."""
         self._pool = pool
         self._rollout = rollout
         self._max_requests = max_requests
         self._outcomes = outcomes
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         # By digest.
         self._turns: dict[str, _Turn] = {}
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +79,7 @@ class AdapterScaleOut:
         if adapter is None or adapter.digest != lora.digest or not adapter.path:
             return
         if workers := self._forgetful(adapter) or self._choose(adapter):
-            self._task = asyncio.create_task(self._add(adapter, workers, turn))
+            self._task = self._runtime.spawn(self._add(adapter, workers, turn))
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -86,9 +87,7 @@ class AdapterScaleOut:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _add(
-        self, adapter: LoRAAdapter, workers: Sequence[WorkerClient], turn: _Turn
-    ) -> None:
+    async def _add(self, adapter: LoRAAdapter, workers: Sequence[Worker], turn: _Turn) -> None:
         addresses = ", ".join(worker.address for worker in workers)
         try:
             if await self._rollout.extend(adapter, workers):
@@ -114,7 +113,7 @@ class AdapterScaleOut:
 
     # ---- whom to add it to
 
-    def _forgetful(self, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _forgetful(self, adapter: LoRAAdapter) -> list[Worker]:
         """Return one worker that had it before it started again, if there is one. It is asked once:
         if it refuses, its folders may be others now.
         """
@@ -123,7 +122,7 @@ class AdapterScaleOut:
                 return [worker]
         return []
 
-    def _choose(self, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _choose(self, adapter: LoRAAdapter) -> list[Worker]:
         """Return who is to get it: none, or the pair with the least load, as far as it lacks it."""
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL):
             holders = self._pool.holders(role, adapter.digest)
@@ -131,7 +130,7 @@ class AdapterScaleOut:
                 return self._pair_of(role, adapter)
         return []
 
-    def _pair_of(self, role: WorkerRole, adapter: LoRAAdapter) -> list[WorkerClient]:
+    def _pair_of(self, role: WorkerRole, adapter: LoRAAdapter) -> list[Worker]:
         """Return the worker of a role with the least load that lacks it, and a partner unless one
         with little to do has it.
         """
@@ -152,10 +151,10 @@ class AdapterScaleOut:
                 return [worker]
         return []
 
-    def _lacks(self, worker: WorkerClient, adapter: LoRAAdapter) -> bool:
+    def _lacks(self, worker: Worker, adapter: LoRAAdapter) -> bool:
         return self._rollout.may_extend(adapter, [worker])
 
-    def _is_busy(self, worker: WorkerClient) -> bool:
+    def _is_busy(self, worker: Worker) -> bool:
         return load(worker) > self._max_requests
 
     def _forget_old(self) -> None:
@@ -166,7 +165,7 @@ class AdapterScaleOut:
                 del self._turns[digest]
 
 
-def _note_asked(adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> None:
+def _note_asked(adapter: LoRAAdapter, workers: Sequence[Worker]) -> None:
     """They have it, or have refused it."""
     for worker in workers:
         worker.forgotten -= {adapter.digest}

@@ -13,7 +13,7 @@ from pdserve_router.workers.prefix_index import (
     prefix_hashes,
 )
 from pdserve_router.workers.route_table import RouteTable
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 
 class Candidates:
@@ -30,6 +30,7 @@ class Candidates:
         "_name",
         "_only_decode",
         "_prefill",
+        "_rng",
         "_table",
     )
 
@@ -38,10 +39,11 @@ class Candidates:
         table: RouteTable,
         name: str,
         *,
-        index: PrefixIndex[WorkerClient],
+        index: PrefixIndex[Worker],
+        rng: random.Random,
         hashes: Sequence[int] = (),
-        exclude: AbstractSet[WorkerClient] = frozenset(),
-        only_decode: WorkerClient | None = None,
+        exclude: AbstractSet[Worker] = frozenset(),
+        only_decode: Worker | None = None,
         max_queue_tokens: int = 0,
         is_pooling: bool = False,
     ) -> None:
@@ -52,9 +54,10 @@ class Candidates:
         self._table = table
         self._name = name
         self._index = index
+        self._rng = rng
         # The request's `prefix_hashes`, if they are known.
         self._hashes = hashes
-        self._match: PrefixMatch[WorkerClient] | None = None
+        self._match: PrefixMatch[Worker] | None = None
         self._exclude = exclude
         self._only_decode = only_decode
         self._max_queue_tokens = max_queue_tokens
@@ -68,15 +71,15 @@ class Candidates:
         else:
             self._prefill = table.partners(only_decode, name)
 
-    def draw_prefill(self, num: int) -> list[WorkerClient]:
+    def draw_prefill(self, num: int) -> list[Worker]:
         """Return up to `num` prefill workers that have the partners they need, and room in their
         queue.
         """
         if not self._exclude and not self._max_queue_tokens:
-            return draw(self._prefill.items, num)
+            return draw(self._prefill.items, num, self._rng)
         return self._draw(self._prefill, num, self._has_room)
 
-    def draw_partners(self, prefill: WorkerClient, num: int) -> list[WorkerClient]:
+    def draw_partners(self, prefill: Worker, num: int) -> list[Worker]:
         """Return up to `num` decode workers that work with it; with one that was drawn there is at
         least one, if MAX_LOOKED_AT of them show it.
         """
@@ -84,13 +87,13 @@ class Candidates:
             return [self._only_decode]
         return self._draw(self.partners(prefill), num, self._is_allowed)
 
-    def draw_decode(self, num: int) -> list[WorkerClient]:
+    def draw_decode(self, num: int) -> list[Worker]:
         """Return up to `num` decode workers."""
         if self._only_decode is not None:
             return [self._only_decode] if self.allows_decode(self._only_decode) else []
         return self._draw(self._decode, num, self._is_allowed)
 
-    def cached(self, request: EngineCoreRequest) -> PrefixMatch[WorkerClient]:
+    def cached(self, request: EngineCoreRequest) -> PrefixMatch[Worker]:
         """Return what workers have cached of the request, for which these are, also those that may
         not take it.
         """
@@ -107,15 +110,15 @@ class Candidates:
         info = caching[0].info if caching else None
         return info.block_size if info is not None and info.has_prefix_caching else 0
 
-    def allows_prefill(self, worker: WorkerClient) -> bool:
+    def allows_prefill(self, worker: Worker) -> bool:
         """True if it has the partners it needs, and room in its queue."""
         return worker in self._prefill and self._has_room(worker)
 
-    def allows_decode(self, worker: WorkerClient) -> bool:
+    def allows_decode(self, worker: Worker) -> bool:
         is_wanted = self._only_decode is None or self._only_decode is worker
         return is_wanted and worker in self._decode and worker not in self._exclude
 
-    def partners(self, prefill: WorkerClient) -> IndexedSet[WorkerClient]:
+    def partners(self, prefill: Worker) -> IndexedSet[Worker]:
         """Return all decode workers that work with it, also those that may not take the request."""
         return self._table.partners(prefill, self._name)
 
@@ -128,40 +131,40 @@ class Candidates:
         workers = self._table.workers(WorkerRole.PREFILL, self._name)
         return bool(self._draw(workers, 1, self._is_allowed))
 
-    def _is_allowed(self, worker: WorkerClient) -> bool:
+    def _is_allowed(self, worker: Worker) -> bool:
         return worker not in self._exclude
 
-    def _has_partner(self, prefill: WorkerClient) -> bool:
+    def _has_partner(self, prefill: Worker) -> bool:
         if prefill in self._exclude:
             return False
         if not self._exclude or self._only_decode is not None or self._is_pooling:
             return True
         return any(decode not in self._exclude for decode in self.partners(prefill))
 
-    def _has_room(self, prefill: WorkerClient) -> bool:
+    def _has_room(self, prefill: Worker) -> bool:
         waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0
         limit = self._max_queue_tokens
         return not 0 < limit < waiting and self._has_partner(prefill)
 
     def _draw(
         self,
-        workers: IndexedSet[WorkerClient],
+        workers: IndexedSet[Worker],
         num: int,
-        accepts: Callable[[WorkerClient], bool],
-    ) -> list[WorkerClient]:
+        accepts: Callable[[Worker], bool],
+    ) -> list[Worker]:
         """Return up to `num` that are accepted, of few that are drawn; of more if too few are."""
-        drawn = [worker for worker in draw(workers.items, num) if accepts(worker)]
+        drawn = [worker for worker in draw(workers.items, num, self._rng) if accepts(worker)]
         if len(drawn) < min(num, len(workers)):
-            drawn = [w for w in draw(workers.items, MAX_LOOKED_AT) if accepts(w)]
-            random.shuffle(drawn)
+            drawn = [w for w in draw(workers.items, MAX_LOOKED_AT, self._rng) if accepts(w)]
+            self._rng.shuffle(drawn)
         return drawn[:num]
 
 
-def draw(workers: Sequence[WorkerClient], num: int) -> list[WorkerClient]:
+def draw(workers: Sequence[Worker], num: int, rng: random.Random) -> list[Worker]:
     """Return `num` of them in random order; all if there are no more."""
     if num == 2 < len(workers):
         # As random.sample, at a third of the cost.
-        one = int(random.random() * len(workers))
-        another = int(random.random() * (len(workers) - 1))
+        one = int(rng.random() * len(workers))
+        another = int(rng.random() * (len(workers) - 1))
         return [workers[one], workers[another + (another >= one)]]
-    return random.sample(workers, min(num, len(workers)))
+    return rng.sample(workers, min(num, len(workers)))

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from prometheus_client import Counter
 
 from pdserve_common import defects
+from pdserve_common.addresses import join_address
 from pdserve_common.engine_types import WorkerRole
-from pdserve_common.rpc import join_address
 
 logger = logging.getLogger(__name__)
 

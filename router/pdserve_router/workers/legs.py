@@ -11,14 +11,14 @@ from pdserve_common.engine_types import (
     KVPrefixSource,
 )
 from pdserve_common.errors import EngineDeadError
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 
 def make_legs(
     request: EngineCoreRequest,
     *,
-    prefill: WorkerClient,
-    decode: WorkerClient,
+    prefill: Worker,
+    decode: Worker,
     prefix_source: KVPrefixSource | None = None,
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
     """Return what P gets and what D gets; each says where the other is, and P's where the start of
@@ -35,7 +35,7 @@ def make_legs(
     )
 
 
-def failure_of(output: EngineCoreOutput, worker: WorkerClient) -> EngineError:
+def failure_of(output: EngineCoreOutput, worker: Worker) -> EngineError:
     """Return why a leg ended badly (`has_failed`). An abort that nobody here has asked for is the
     worker's failure.
     """

@@ -9,7 +9,7 @@ from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.errors import ModelNotFoundError
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.pooling_params import GENERATE
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 
 def answering_role(info: EngineInfo) -> WorkerRole:
@@ -68,9 +68,9 @@ class SharedLimits:
     """The limits of each set of weights, counted as workers come and go."""
 
     def __init__(self) -> None:
-        self._each: dict[WorkerClient, tuple[str, ModelLimits]] = {}
+        self._each: dict[Worker, tuple[str, ModelLimits]] = {}
         self._counts: defaultdict[str, Counter[ModelLimits]] = defaultdict(Counter)
-        self._step_tokens: dict[WorkerClient, int] = {}
+        self._step_tokens: dict[Worker, int] = {}
         self._step_tokens_of_role: Counter[WorkerRole] = Counter()
 
     @property
@@ -79,7 +79,7 @@ class SharedLimits:
         of_role = self._step_tokens_of_role
         return of_role[WorkerRole.PREFILL] or of_role[WorkerRole.DECODE]
 
-    def set(self, worker: WorkerClient, name: str) -> None:
+    def set(self, worker: Worker, name: str) -> None:
         """Take a worker whose weights are `name`; empty: it takes no requests."""
         limits = ModelLimits.of(worker.info) if name and worker.info is not None else None
         entry = (name, limits) if limits is not None else None

@@ -3,7 +3,7 @@
 import logging
 
 from pdserve_common.engine_types import EngineInfo, WorkerRole
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def other_side(group: Group) -> Group:
     return role, group[1]
 
 
-def group_of(worker: WorkerClient) -> Group:
+def group_of(worker: Worker) -> Group:
     """Return the group of a worker that was attached."""
     return worker.role, tuple(getattr(worker.info, name) for name in _SAME_FIELDS)
 
@@ -36,9 +36,9 @@ class PairGroups:
     """A pool's workers by group; tells of those that cannot work with others."""
 
     def __init__(self) -> None:
-        self._groups: dict[Group, dict[WorkerClient, None]] = {}
+        self._groups: dict[Group, dict[Worker, None]] = {}
 
-    def add(self, worker: WorkerClient) -> Group:
+    def add(self, worker: Worker) -> Group:
         """Return the group of a worker that was attached."""
         group = group_of(worker)
         self._groups.setdefault(group, {})[worker] = None
@@ -48,7 +48,7 @@ class PairGroups:
                 _warn(worker, next(iter(others)))
         return group
 
-    def remove(self, worker: WorkerClient, group: Group) -> None:
+    def remove(self, worker: Worker, group: Group) -> None:
         del self._groups[group][worker]
         if not self._groups[group]:
             del self._groups[group]
@@ -64,7 +64,7 @@ class PairGroups:
         return num_pairs - num_alike
 
 
-def _warn(worker: WorkerClient, other: WorkerClient) -> None:
+def _warn(worker: Worker, other: Worker) -> None:
     prefill, decode = (worker, other) if worker.role is WorkerRole.PREFILL else (other, worker)
     assert prefill.info is not None
     assert decode.info is not None

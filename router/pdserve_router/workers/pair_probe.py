@@ -5,8 +5,7 @@ works, and on one worker.
 import asyncio
 import dataclasses
 import itertools
-import secrets
-from collections.abc import Callable
+from typing import TypeVar
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -19,12 +18,14 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.pooling_params import GENERATE, PoolingParams
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_router.workers.legs import has_failed, make_legs
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 PROBE_PREFIX = "probe-"
+T = TypeVar("T")
 _NUM_TOKENS = MAX_PROBE_TOKENS
 
 
@@ -33,36 +34,32 @@ class ProbeFailedError(Exception):
 
 
 async def probe(
-    prefill: WorkerClient, decode: WorkerClient, *, timeout_s: float, clock: Callable[[], float]
+    prefill: Worker, decode: Worker, *, timeout_s: float, runtime: Runtime
 ) -> KVTransferStats:
     """Have `prefill` compute two blocks and one token, and `decode` pull them and add one. Returns
     what the transfer was. Raises ProbeFailedError.
     """
     assert decode.info is not None
-    request = _request(decode.info, now=clock(), timeout_s=timeout_s)
+    request = _request(decode.info, runtime, timeout_s=timeout_s)
     run = _Probe(prefill, decode)
     try:
         run.start(request)
-        return await asyncio.wait_for(run.result, timeout_s)
+        return await _result(run.result, timeout_s, runtime)
     except NoWorkerError as error:
         raise ProbeFailedError(error.message) from None
-    except asyncio.TimeoutError:
-        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
     finally:
         prefill.abort(request.request_id)
         decode.abort(request.request_id)
 
 
-async def probe_alone(
-    worker: WorkerClient, *, timeout_s: float, clock: Callable[[], float]
-) -> None:
+async def probe_alone(worker: Worker, *, timeout_s: float, runtime: Runtime) -> None:
     """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff, or
     their vector if its model pools. Raises ProbeFailedError.
     """
     assert worker.info is not None
     is_pooling = GENERATE not in worker.info.tasks
     num_tokens = 1 if worker.role is WorkerRole.PREFILL else _NUM_TOKENS
-    request = _request(worker.info, now=clock(), timeout_s=timeout_s, num_tokens=num_tokens)
+    request = _request(worker.info, runtime, timeout_s=timeout_s, num_tokens=num_tokens)
     if is_pooling:
         task = Pool(PoolingParams(task=worker.info.tasks[0]))
         request = dataclasses.replace(request, task=task)
@@ -84,22 +81,27 @@ async def probe_alone(
 
     try:
         worker.add_request(request, on_output)
-        await asyncio.wait_for(result, timeout_s)
+        await _result(result, timeout_s, runtime)
     except NoWorkerError as error:
         raise ProbeFailedError(error.message) from None
-    except asyncio.TimeoutError:
-        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
     finally:
         worker.abort(request.request_id)
 
 
+async def _result(future: "asyncio.Future[T]", timeout_s: float, runtime: Runtime) -> T:
+    if not await runtime.wait(future, timeout_s):
+        raise ProbeFailedError(f"no answer within {timeout_s:g} s")
+    return future.result()
+
+
 def _request(
-    info: EngineInfo, *, now: float, timeout_s: float, num_tokens: int = _NUM_TOKENS
+    info: EngineInfo, runtime: Runtime, *, timeout_s: float, num_tokens: int = _NUM_TOKENS
 ) -> EngineCoreRequest:
     others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
     ordinary = list(itertools.islice(others, info.block_size))
     num_prompt_tokens = min(MAX_PROBE_BLOCKS * info.block_size, info.max_model_len - num_tokens)
-    request_id = PROBE_PREFIX + secrets.token_hex(8)
+    request_id = f"{PROBE_PREFIX}{runtime.rng.getrandbits(64):016x}"
+    now = runtime.now()
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_prompt_tokens)),
@@ -117,7 +119,7 @@ def _request(
 class _Probe:
     """Both legs of one probe; `result` is set once D has its token."""
 
-    def __init__(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+    def __init__(self, prefill: Worker, decode: Worker) -> None:
         self.result: asyncio.Future[KVTransferStats] = asyncio.get_running_loop().create_future()
         self._prefill = prefill
         self._decode = decode

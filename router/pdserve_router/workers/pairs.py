@@ -4,21 +4,20 @@ import asyncio
 import heapq
 import itertools
 import logging
-import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.indexed_set import IndexedSet
 from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.pair_groups import Group, PairGroups, group_of, other_side
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe
 from pdserve_router.workers.route_table import RouteTable
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ STATES = ("proven", "unproven", "failed", "mismatched")
 class Pair:
     """One prefill and one decode worker, each at one start of its process."""
 
-    prefill: WorkerClient
-    decode: WorkerClient
+    prefill: Worker
+    decode: Worker
     # Open after a failed proof and after several failed handoffs: its trial is another proof.
     breaker: CircuitBreaker
     # By the pool's clock.
@@ -82,12 +81,12 @@ class _Member:
 
     group: Group
     epoch: str
-    pairs: dict[WorkerClient, Pair] = field(default_factory=dict)
+    pairs: dict[Worker, Pair] = field(default_factory=dict)
     # Of those, whom it can be used with or is about to be, and whom it may be used with.
-    partners: set[WorkerClient] = field(default_factory=set)
-    hopeful: set[WorkerClient] = field(default_factory=set)
+    partners: set[Worker] = field(default_factory=set)
+    hopeful: set[Worker] = field(default_factory=set)
 
-    def is_of(self, worker: WorkerClient) -> bool:
+    def is_of(self, worker: Worker) -> bool:
         """True if this is what is known of it as it is now."""
         return self.epoch == worker.epoch and self.group == group_of(worker)
 
@@ -106,22 +105,22 @@ class Pairs:
         metrics: RouterMetrics,
         table: RouteTable,
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """`require_transport` is "any" or what a transfer has to have used."""
         self._require_transport = require_transport
         self._metrics = metrics
         self._table = table
         self._on_change = on_change
-        self._clock = clock
-        self._random = random.Random()
-        self._members: dict[WorkerClient, _Member] = {}
+        self._runtime = runtime
+        self._clock = runtime.now
+        self._members: dict[Worker, _Member] = {}
         self._groups = PairGroups()
         # Those that are ready, and of these the ones without enough partners.
-        self._ready: defaultdict[Group, IndexedSet[WorkerClient]] = defaultdict(IndexedSet)
-        self._hungry: defaultdict[Group, dict[WorkerClient, None]] = defaultdict(dict)
+        self._ready: defaultdict[Group, IndexedSet[Worker]] = defaultdict(IndexedSet)
+        self._hungry: defaultdict[Group, dict[Worker, None]] = defaultdict(dict)
         # Whose partners have changed, until `advance`.
-        self._touched: dict[WorkerClient, None] = {}
+        self._touched: dict[Worker, None] = {}
         self._counts: Counter[str] = Counter()
         # What waits for its proof, by what `_urgency` was.
         self._queue: list[tuple[tuple[bool, int], int, Pair]] = []
@@ -140,7 +139,7 @@ class Pairs:
             for pair in member.pairs.values()
         )
 
-    def update(self, worker: WorkerClient, *, is_listed: bool) -> None:
+    def update(self, worker: Worker, *, is_listed: bool) -> None:
         """Take a worker of the pool as it is now; a restarted one's pairs begin anew, and one whose
         model pools has none. `advance` is to follow.
         """
@@ -155,7 +154,7 @@ class Pairs:
         if is_known:
             self._note_worker(worker, member or self._join(worker))
 
-    def report_failure(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+    def report_failure(self, prefill: Worker, decode: Worker) -> None:
         """A handoff between the two failed. If one of them is going or gone that is known, and says
         nothing of the way between them.
         """
@@ -166,9 +165,7 @@ class Pairs:
                 logger.warning("handoffs between %s fail: they are not used", pair)
                 self._changed(pair)
 
-    def report_transfer(
-        self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
-    ) -> None:
+    def report_transfer(self, prefill: Worker, decode: Worker, stats: KVTransferStats) -> None:
         """A handoff between the two went well. Over another transport than required it is the last:
         their link may have been made anew since the proof.
         """
@@ -203,11 +200,11 @@ class Pairs:
 
     # Workers
 
-    def _join(self, worker: WorkerClient) -> _Member:
+    def _join(self, worker: Worker) -> _Member:
         member = self._members[worker] = _Member(self._groups.add(worker), worker.epoch)
         return member
 
-    def _leave(self, worker: WorkerClient, member: _Member) -> None:
+    def _leave(self, worker: Worker, member: _Member) -> None:
         for pair in tuple(member.pairs.values()):
             self._drop(pair)
         del self._members[worker]
@@ -215,7 +212,7 @@ class Pairs:
         self._set_ready(worker, member, is_ready=False)
         self._touched.pop(worker, None)
 
-    def _note_worker(self, worker: WorkerClient, member: _Member) -> None:
+    def _note_worker(self, worker: Worker, member: _Member) -> None:
         was_ready = worker in self._ready[member.group]
         if worker.is_ready == was_ready:
             return
@@ -227,7 +224,7 @@ class Pairs:
             self._touched[worker] = None
             self._touched.update(self._hungry[other_side(member.group)])
 
-    def _set_ready(self, worker: WorkerClient, member: _Member, *, is_ready: bool) -> None:
+    def _set_ready(self, worker: Worker, member: _Member, *, is_ready: bool) -> None:
         if is_ready:
             self._ready[member.group].add(worker)
         else:
@@ -240,7 +237,7 @@ class Pairs:
         while self._touched:
             self._draw_partners(self._touched.popitem()[0])
 
-    def _draw_partners(self, worker: WorkerClient) -> None:
+    def _draw_partners(self, worker: Worker) -> None:
         member = self._members.get(worker)
         if member is None or not worker.is_ready:
             return
@@ -254,11 +251,11 @@ class Pairs:
         else:
             self._hungry[member.group].pop(worker, None)
 
-    def _undrawn(self, member: _Member, num: int) -> Sequence[WorkerClient]:
+    def _undrawn(self, member: _Member, num: int) -> Sequence[Worker]:
         """Return up to `num` workers that it is in no pair with, those that are in the fewest."""
         others = self._ready[other_side(member.group)].items
         if len(others) > 4 * ENOUGH_PARTNERS + len(member.pairs):
-            others = self._random.sample(others, 4 * ENOUGH_PARTNERS)
+            others = self._runtime.rng.sample(others, 4 * ENOUGH_PARTNERS)
         undrawn = [other for other in others if other not in member.pairs]
         return heapq.nsmallest(num, undrawn, key=lambda other: len(self._members[other].pairs))
 
@@ -268,7 +265,7 @@ class Pairs:
             for pair in member.pairs.values():
                 self._enqueue(pair)
 
-    def _make(self, worker: WorkerClient, other: WorkerClient) -> None:
+    def _make(self, worker: Worker, other: Worker) -> None:
         is_prefill = worker.role is WorkerRole.PREFILL
         prefill, decode = (worker, other) if is_prefill else (other, worker)
         breaker = CircuitBreaker(clock=self._clock)
@@ -289,7 +286,7 @@ class Pairs:
             member.hopeful.discard(other)
             self._touched[worker] = None
 
-    def _pair(self, prefill: WorkerClient, decode: WorkerClient) -> Pair | None:
+    def _pair(self, prefill: Worker, decode: Worker) -> Pair | None:
         member = self._members.get(prefill)
         return member.pairs.get(decode) if member is not None else None
 
@@ -392,8 +389,8 @@ class Pairs:
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
         self._note(pair)
-        task = asyncio.create_task(
-            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, clock=self._clock),
+        task = self._runtime.spawn(
+            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, runtime=self._runtime),
             name=f"probe {pair}",
         )
         self._probes.add(task)
@@ -447,8 +444,8 @@ class Pairs:
     def _set_timer(self, pair: Pair) -> None:
         _cancel_timer(pair)
         if not self._is_closed:
-            loop = asyncio.get_running_loop()
-            pair.timer = loop.call_later(pair.breaker.retry_in_s, self._on_due, pair)
+            retry_in_s = pair.breaker.retry_in_s
+            pair.timer = self._runtime.call_later(retry_in_s, self._on_due, pair)
 
     def _on_due(self, pair: Pair) -> None:
         pair.timer = None
@@ -462,7 +459,7 @@ class Pairs:
             self._metrics.pairs.labels(state=state).set(self._counts[state] + num_more)
 
 
-def _toggle(workers: set[WorkerClient], worker: WorkerClient) -> None:
+def _toggle(workers: set[Worker], worker: Worker) -> None:
     workers ^= {worker}
 
 

@@ -1,7 +1,6 @@
 """Which workers have which blocks cached: one index of block hashes for all of them."""
 
 import random
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
@@ -11,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
+from pdserve_common.runtime import Runtime
 
 # Some 90 MB.
 MAX_BLOCKS = 1 << 20
@@ -34,16 +34,17 @@ class PrefixIndex(Generic[WorkerT]):
     def __init__(
         self,
         *,
+        runtime: Runtime,
         role_of: Callable[[WorkerT], Hashable] = lambda worker: None,
         max_blocks: int = MAX_BLOCKS,
         num_shards: int = NUM_SHARDS,
         metrics: PrefixIndexMetrics | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`num_shards` is a power of two, at most `max_blocks`."""
         self.metrics = metrics or PrefixIndexMetrics(CollectorRegistry())
         self.metrics.blocks.set_function(self.__len__)
-        self.clock = clock
+        self.clock = runtime.now
+        self.rng = runtime.rng
         self._role_of = role_of
         self._shards: list[dict[int, int]] = [{} for _ in range(num_shards)]
         self._which = num_shards - 1
@@ -210,7 +211,7 @@ class PrefixMatch(Generic[WorkerT]):
             if num * self._block_size <= above:
                 return
             if mask := workers & of_role:
-                begin = -_random_bit(mask)
+                begin = -_random_bit(mask, self._index.rng)
                 yield from self._index.workers(mask & begin)
                 yield from self._index.workers(mask & ~begin)
 
@@ -244,10 +245,10 @@ class PrefixMatch(Generic[WorkerT]):
                     end = middle
 
 
-def _random_bit(mask: int) -> int:
+def _random_bit(mask: int, rng: random.Random) -> int:
     """Return one bit of the mask, each as likely."""
     while mask & (mask - 1):
-        mask = mask & random.getrandbits(mask.bit_length()) or mask
+        mask = mask & rng.getrandbits(mask.bit_length()) or mask
     return mask
 
 

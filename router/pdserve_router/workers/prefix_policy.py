@@ -2,16 +2,16 @@
 
 import heapq
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import PrefixMatch, num_known_tokens
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 # Of each role: so many of those with the longest prefix cached, and so many drawn at random.
 NUM_CACHED = 3
@@ -24,7 +24,7 @@ _SENT_S = 2.0
 # Pairs whose costs differ by less cost the same.
 TIE = 8.0
 
-Cached = PrefixMatch[WorkerClient]
+Cached = PrefixMatch[Worker]
 T = TypeVar("T")
 
 
@@ -52,15 +52,15 @@ class _Sent:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # The newest last.
-        self._sent: dict[WorkerClient, tuple[SchedulerStats | None, float, float]] = {}
+        self._sent: dict[Worker, tuple[SchedulerStats | None, float, float]] = {}
 
-    def get(self, worker: WorkerClient) -> float:
+    def get(self, worker: Worker) -> float:
         entry = self._sent.get(worker)
         if entry is None or entry[0] is not worker.stats or self._clock() > entry[2]:
             return 0.0
         return entry[1]
 
-    def add(self, worker: WorkerClient, amount: float) -> None:
+    def add(self, worker: Worker, amount: float) -> None:
         total = self.get(worker) + amount
         now = self._clock()
         self._sent.pop(worker, None)
@@ -77,21 +77,20 @@ class PrefixRouting:
     elsewhere. Of two that cost the same either is taken.
     """
 
-    def __init__(
-        self, weights: RoutingWeights, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, weights: RoutingWeights, runtime: Runtime) -> None:
         self._weights = weights
+        self._rng = runtime.rng
         # Tokens to P, requests to D.
-        self._sent = _Sent(clock)
+        self._sent = _Sent(runtime.now)
 
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> tuple[WorkerClient, WorkerClient] | None:
+    ) -> tuple[Worker, Worker] | None:
         """See RoutingPolicy."""
         cached = candidates.cached(request)
         num_known = num_known_tokens(request)
         prefill = self._prefill_costs(num_known, cached, candidates)
-        decode: dict[WorkerClient, float] = {}
+        decode: dict[Worker, float] = {}
         holders = cached.longest(WorkerRole.DECODE, NUM_CACHED, candidates.allows_decode)
         costs = []
         for p in heapq.nsmallest(NUM_PAIRED, prefill, key=prefill.__getitem__):
@@ -102,14 +101,14 @@ class PrefixRouting:
                 costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))
         if not costs:
             return None
-        p, d = _one_of_best(costs)
+        p, d = _one_of_best(costs, self._rng)
         self._sent.add(p, num_known - cached.num_tokens(p))
         self._sent.add(d, 1)
         return p, d
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         """See RoutingPolicy. What D has not cached it computes itself."""
         cached = candidates.cached(request)
         num_known = num_known_tokens(request)
@@ -120,31 +119,31 @@ class PrefixRouting:
         ]
         if not costs:
             return None
-        chosen = _one_of_best(costs)
+        chosen = _one_of_best(costs, self._rng)
         self._sent.add(chosen, 1)
         return chosen
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         """See RoutingPolicy."""
         cached = candidates.cached(request)
         num_known = num_known_tokens(request)
         prefill = self._prefill_costs(num_known, cached, candidates)
         if not prefill:
             return None
-        chosen = _one_of_best((cost, worker) for worker, cost in prefill.items())
+        chosen = _one_of_best(((cost, worker) for worker, cost in prefill.items()), self._rng)
         self._sent.add(chosen, num_known - cached.num_tokens(chosen))
         return chosen
 
     def _prefill_costs(
         self, num_known: int, cached: Cached, candidates: Candidates
-    ) -> dict[WorkerClient, float]:
+    ) -> dict[Worker, float]:
         holders = cached.longest(WorkerRole.PREFILL, NUM_CACHED, candidates.allows_prefill)
         workers = dict.fromkeys((*holders, *candidates.draw_prefill(NUM_DRAWN)))
         return {p: num_known - cached.num_tokens(p) + self._queue_cost(p) for p in workers}
 
-    def _queue_cost(self, prefill: WorkerClient) -> float:
+    def _queue_cost(self, prefill: Worker) -> float:
         num_waiting = self._sent.get(prefill)
         if (stats := prefill.stats) is not None:
             num_waiting += stats.num_waiting_tokens
@@ -152,7 +151,7 @@ class PrefixRouting:
             num_waiting += stats.step_num_tokens / 2 if stats.num_running_reqs else 0
         return num_waiting * self._weights.routing_queue_weight
 
-    def _decode_cost(self, decode: WorkerClient, num_known: int, cached: Cached) -> float:
+    def _decode_cost(self, decode: Worker, num_known: int, cached: Cached) -> float:
         weights = self._weights
         num_missing = num_known - cached.num_tokens(decode)
         num_requests = self._sent.get(decode)
@@ -167,7 +166,7 @@ class PrefixRouting:
             + num_missing * weights.routing_transfer_weight
         )
 
-    def _distance(self, prefill: WorkerClient, decode: WorkerClient) -> float:
+    def _distance(self, prefill: Worker, decode: Worker) -> float:
         if prefill.host == decode.host:
             return 0.0
         zones = _zone(prefill), _zone(decode)
@@ -176,11 +175,11 @@ class PrefixRouting:
         return weights.routing_topology_weight + (weights.routing_zone_weight if is_far else 0.0)
 
 
-def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
+def _one_of_best(costs: Iterable[tuple[float, T]], rng: random.Random) -> T:
     best = sorted(costs, key=itemgetter(0))[:2]
     is_tie = best[-1][0] - best[0][0] < TIE
-    return random.choice(best)[1] if is_tie else best[0][1]
+    return rng.choice(best)[1] if is_tie else best[0][1]
 
 
-def _zone(worker: WorkerClient) -> str:
+def _zone(worker: Worker) -> str:
     return "" if worker.info is None else worker.info.zone

@@ -5,12 +5,10 @@ cached, as after an earlier turn of a chat.
 from collections.abc import Mapping
 
 from pdserve_common.engine_types import EngineInfo, KVPrefixSource, WorkerRole
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 
-def find_prefix_source(
-    decode: WorkerClient, cached: Mapping[WorkerClient, int]
-) -> KVPrefixSource | None:
+def find_prefix_source(decode: Worker, cached: Mapping[Worker, int]) -> KVPrefixSource | None:
     """Return which of those that `may_lend` has most of the prompt's tokens `cached`, among equals
     `decode`; None if there is none.
     """
@@ -26,7 +24,7 @@ def find_prefix_source(
     )
 
 
-def may_lend(lender: WorkerClient, borrower: WorkerClient) -> bool:
+def may_lend(lender: Worker, borrower: Worker) -> bool:
     """Can the prefill worker `borrower` use blocks of the decode worker `lender`?"""
     theirs, ours = lender.info, borrower.info
     if theirs is None or ours is None or not (theirs.has_prefix_pulls and ours.has_prefix_pulls):

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, Pool, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.runtime import Runtime
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, num_known_tokens
@@ -14,7 +15,7 @@ from pdserve_router.workers.prefix_policy import RoutingWeights
 from pdserve_router.workers.prefix_source import find_prefix_source, may_lend
 from pdserve_router.workers.route_table import RouteTable
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES, load
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 _RETRY_AFTER_MS = 1000
 
@@ -43,8 +44,8 @@ class RoutingRules(RoutingWeights):
 class Route:
     """The workers of one request. Without `prefill`, decode does it all for `reason`."""
 
-    decode: WorkerClient
-    prefill: WorkerClient | None = None
+    decode: Worker
+    prefill: Worker | None = None
     # Forks follow their source, what is sent again may go to whoever holds its blocks.
     reason: LocalReason | Literal["", "fork", "recovery"] = ""
     # Where P reads the start of the prompt.
@@ -55,12 +56,12 @@ class Route:
         return "local" if self.prefill is None else "disaggregated"
 
     @property
-    def workers(self) -> tuple[WorkerClient, ...]:
+    def workers(self) -> tuple[Worker, ...]:
         """Prefill first, if there is one."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
-    def prompt_worker(self) -> WorkerClient:
+    def prompt_worker(self) -> Worker:
         """Who computes the prompt."""
         return self.prefill or self.decode
 
@@ -74,12 +75,12 @@ class Route:
 class PoolingRoute:
     """The one worker of a pooling request, a prefill worker."""
 
-    prompt_worker: WorkerClient
+    prompt_worker: Worker
     path: ClassVar[RoutePath] = "pooling"
     reason: ClassVar[Literal[""]] = ""
 
     @property
-    def workers(self) -> tuple[WorkerClient, ...]:
+    def workers(self) -> tuple[Worker, ...]:
         """It alone."""
         return (self.prompt_worker,)
 
@@ -100,20 +101,25 @@ class RouteChooser:
     """
 
     def __init__(
-        self, rules: RoutingRules, table: RouteTable, index: PrefixIndex[WorkerClient]
+        self,
+        rules: RoutingRules,
+        table: RouteTable,
+        index: PrefixIndex[Worker],
+        runtime: Runtime,
     ) -> None:
         self._rules = rules
         self._table = table
         self._index = index
-        self._policy = ROUTING_POLICIES[rules.routing_policy](rules)
+        self._policy = ROUTING_POLICIES[rules.routing_policy](rules, runtime)
+        self._rng = runtime.rng
 
     def choose(
         self,
         request: EngineCoreRequest,
         *,
         name: str,
-        exclude: AbstractSet[WorkerClient] = frozenset(),
-        decode: WorkerClient | None = None,
+        exclude: AbstractSet[Worker] = frozenset(),
+        decode: Worker | None = None,
         session: str = "",
         hashes: Sequence[int] = (),
     ) -> AnyRoute:
@@ -123,6 +129,7 @@ class RouteChooser:
             self._table,
             name,
             index=self._index,
+            rng=self._rng,
             hashes=hashes,
             exclude=exclude,
             only_decode=decode,
@@ -160,9 +167,9 @@ class RouteChooser:
         self,
         request: EngineCoreRequest,
         candidates: Candidates,
-        prefill: WorkerClient,
-        decode: WorkerClient,
-        exclude: AbstractSet[WorkerClient],
+        prefill: Worker,
+        decode: Worker,
+        exclude: AbstractSet[Worker],
     ) -> KVPrefixSource | None:
         """Return where P reads what it has not cached itself, if it reads at all."""
         if prefill.info is None or not prefill.info.has_prefix_pulls:
@@ -170,7 +177,7 @@ class RouteChooser:
         cached = candidates.cached(request)
         own = cached.num_tokens(prefill)
 
-        def lends(worker: WorkerClient) -> bool:
+        def lends(worker: Worker) -> bool:
             return worker not in exclude and may_lend(worker, prefill)
 
         lenders = cached.longest(WorkerRole.DECODE, 1, lends, above=own)
@@ -195,7 +202,7 @@ class RouteChooser:
 
     def _with_prompt_cached(
         self, request: EngineCoreRequest, params: SamplingParams, candidates: Candidates
-    ) -> list[WorkerClient]:
+    ) -> list[Worker]:
         """Return the decode workers that have little left to compute. They may have evicted some
         of it meanwhile, so nobody relies on it where disaggregation is required.
         """

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.indexed_set import IndexedSet
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 
 class RouteTable:
@@ -14,31 +14,31 @@ class RouteTable:
     """
 
     def __init__(self) -> None:
-        self._names: dict[WorkerClient, frozenset[str]] = {}
+        self._names: dict[Worker, frozenset[str]] = {}
         # In the order of their links: what is drawn is the same with the same random numbers.
-        self._links: defaultdict[WorkerClient, dict[WorkerClient, None]] = defaultdict(dict)
-        self._partners: dict[tuple[WorkerClient, str], IndexedSet[WorkerClient]] = {}
-        self._placed: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
-        self._paired: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
+        self._links: defaultdict[Worker, dict[Worker, None]] = defaultdict(dict)
+        self._partners: dict[tuple[Worker, str], IndexedSet[Worker]] = {}
+        self._placed: dict[tuple[WorkerRole, str], IndexedSet[Worker]] = {}
+        self._paired: dict[tuple[WorkerRole, str], IndexedSet[Worker]] = {}
 
     @property
     def has_partners(self) -> bool:
         """True if any two can be used together."""
         return bool(self._partners)
 
-    def workers(self, role: WorkerRole, name: str) -> IndexedSet[WorkerClient]:
+    def workers(self, role: WorkerRole, name: str) -> IndexedSet[Worker]:
         """Return all of a role that can be used."""
         return self._placed.get((role, name), _NONE)
 
-    def paired(self, role: WorkerRole, name: str) -> IndexedSet[WorkerClient]:
+    def paired(self, role: WorkerRole, name: str) -> IndexedSet[Worker]:
         """Return those of them that have partners."""
         return self._paired.get((role, name), _NONE)
 
-    def partners(self, worker: WorkerClient, name: str) -> IndexedSet[WorkerClient]:
+    def partners(self, worker: Worker, name: str) -> IndexedSet[Worker]:
         """Return whom it can be used with, of the other role."""
         return self._partners.get((worker, name), _NONE)
 
-    def place(self, worker: WorkerClient, *names: str) -> None:
+    def place(self, worker: Worker, *names: str) -> None:
         """It can be used under these names; none: it cannot be used."""
         before, after = self._names.get(worker, frozenset()), frozenset(names)
         for name in before - after:
@@ -50,13 +50,13 @@ class RouteTable:
         for name in after - before:
             self._put_in(worker, name)
 
-    def link(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+    def link(self, prefill: Worker, decode: Worker) -> None:
         """The two work together."""
         self._links[prefill][decode] = self._links[decode][prefill] = None
         for name in self._shared_names(prefill, decode):
             self._join(prefill, decode, name)
 
-    def unlink(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+    def unlink(self, prefill: Worker, decode: Worker) -> None:
         """The two no longer work together."""
         for worker, other in ((prefill, decode), (decode, prefill)):
             self._links[worker].pop(other, None)
@@ -66,27 +66,27 @@ class RouteTable:
             if decode in self.partners(prefill, name):
                 self._part(prefill, decode, name)
 
-    def _shared_names(self, one: WorkerClient, another: WorkerClient) -> frozenset[str]:
+    def _shared_names(self, one: Worker, another: Worker) -> frozenset[str]:
         nothing: frozenset[str] = frozenset()
         return self._names.get(one, nothing) & self._names.get(another, nothing)
 
-    def _put_in(self, worker: WorkerClient, name: str) -> None:
+    def _put_in(self, worker: Worker, name: str) -> None:
         self._placed.setdefault((worker.role, name), IndexedSet()).add(worker)
         for other in self._links.get(worker, ()):
             if name in self._names.get(other, ()):
                 self._join(worker, other, name)
 
-    def _take_out(self, worker: WorkerClient, name: str) -> None:
+    def _take_out(self, worker: Worker, name: str) -> None:
         for other in tuple(self.partners(worker, name)):
             self._part(worker, other, name)
         _remove(self._placed, (worker.role, name), worker)
 
-    def _join(self, one: WorkerClient, another: WorkerClient, name: str) -> None:
+    def _join(self, one: Worker, another: Worker, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
             self._partners.setdefault((worker, name), IndexedSet()).add(other)
             self._paired.setdefault((worker.role, name), IndexedSet()).add(worker)
 
-    def _part(self, one: WorkerClient, another: WorkerClient, name: str) -> None:
+    def _part(self, one: Worker, another: Worker, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
             partners = self._partners[worker, name]
             partners.discard(other)
@@ -100,11 +100,11 @@ def name_with_adapter(weights: str, digest: str) -> str:
     return f"{weights} {digest}"
 
 
-_Sets = dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]]
-_NONE: IndexedSet[WorkerClient] = IndexedSet()
+_Sets = dict[tuple[WorkerRole, str], IndexedSet[Worker]]
+_NONE: IndexedSet[Worker] = IndexedSet()
 
 
-def _remove(sets: _Sets, key: tuple[WorkerRole, str], worker: WorkerClient) -> None:
+def _remove(sets: _Sets, key: tuple[WorkerRole, str], worker: Worker) -> None:
     sets[key].discard(worker)
     if not sets[key]:
         del sets[key]

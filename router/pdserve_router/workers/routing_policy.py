@@ -6,16 +6,17 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 # Of so many the one with the fewest turns takes the next request.
 NUM_IN_TURN = 8
 # Whose pairs are remembered.
 _MAX_SESSIONS = 1 << 16
 
-Pair = tuple[WorkerClient, WorkerClient]
+Pair = tuple[Worker, Worker]
 T = TypeVar("T")
 
 
@@ -31,12 +32,12 @@ class RoutingPolicy(Protocol):
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         """Return the decode worker of a request that needs no other; None if there is none."""
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         """Return the prefill worker of a pooling request, which needs no other; None if there is
         none.
         """
@@ -48,7 +49,7 @@ class RoundRobin:
     """
 
     def __init__(self) -> None:
-        self._num_turns: WeakKeyDictionary[WorkerClient, int] = WeakKeyDictionary()
+        self._num_turns: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
 
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
@@ -61,15 +62,15 @@ class RoundRobin:
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         return self._pick(candidates.draw_decode(NUM_IN_TURN))
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         return self._pick(candidates.draw_prefill(NUM_IN_TURN))
 
-    def _pick(self, drawn: Sequence[WorkerClient]) -> WorkerClient | None:
+    def _pick(self, drawn: Sequence[Worker]) -> Worker | None:
         if not drawn:
             return None
         turns = [self._num_turns.get(worker, 0) for worker in drawn]
@@ -97,12 +98,12 @@ class PowerOfTwo:
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         return min(candidates.draw_decode(2), key=load, default=None)
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         return min(candidates.draw_prefill(2), key=load, default=None)
 
 
@@ -116,7 +117,7 @@ class SessionAffinity:
         # The one that was used last is the last.
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
         # Of pooling requests.
-        self._prefills: OrderedDict[str, WorkerClient] = OrderedDict()
+        self._prefills: OrderedDict[str, Worker] = OrderedDict()
 
     def pick_pair(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
@@ -132,7 +133,7 @@ class SessionAffinity:
 
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         _, kept = self._pairs.get(session, (None, None))
         if kept is not None and candidates.allows_decode(kept) and not _is_saturated(kept):
             return kept
@@ -140,7 +141,7 @@ class SessionAffinity:
 
     def pick_prefill(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
-    ) -> WorkerClient | None:
+    ) -> Worker | None:
         worker = self._prefills.get(session)
         if worker is None or not candidates.allows_prefill(worker) or _is_saturated(worker):
             worker = self._others.pick_prefill(request, candidates)
@@ -164,7 +165,7 @@ def _can_take(pair: Pair, candidates: Candidates) -> bool:
     return not _is_saturated(prefill) and not _is_saturated(decode)
 
 
-def _is_saturated(worker: WorkerClient) -> bool:
+def _is_saturated(worker: Worker) -> bool:
     """True if more than a step's tokens wait on P, or requests on D."""
     if worker.stats is None or worker.info is None:
         return False
@@ -173,7 +174,7 @@ def _is_saturated(worker: WorkerClient) -> bool:
     return worker.stats.num_waiting_reqs > 0
 
 
-def load(worker: WorkerClient) -> int:
+def load(worker: Worker) -> int:
     """Return how many requests are on it, as far as this router knows."""
     # The stats are a step old and know the other routers; ours is exact and only ours.
     stats = worker.stats
@@ -181,9 +182,9 @@ def load(worker: WorkerClient) -> int:
     return max(reported, worker.num_in_flight)
 
 
-ROUTING_POLICIES: Mapping[str, Callable[[RoutingWeights], RoutingPolicy]] = {
-    "power_of_two": lambda weights: PowerOfTwo(),
+ROUTING_POLICIES: Mapping[str, Callable[[RoutingWeights, Runtime], RoutingPolicy]] = {
+    "power_of_two": lambda weights, runtime: PowerOfTwo(),
     "prefix": PrefixRouting,
-    "round_robin": lambda weights: RoundRobin(),
-    "session": lambda weights: SessionAffinity(),
+    "round_robin": lambda weights, runtime: RoundRobin(),
+    "session": lambda weights, runtime: SessionAffinity(),
 }

@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _Key = tuple[WorkerRole, str]
 
 @dataclass(slots=True)
 class _Member:
-    worker: WorkerClient
+    worker: Worker
     until: float = math.inf
 
 
@@ -38,7 +38,7 @@ class _Set:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.workers: dict[WorkerRole, dict[WorkerClient, None]] = {role: {} for role in WorkerRole}
+        self.workers: dict[WorkerRole, dict[Worker, None]] = {role: {} for role in WorkerRole}
 
     def __len__(self) -> int:
         return sum(map(len, self.workers.values()))
@@ -85,7 +85,7 @@ class ServedWeights:
         require_exact: bool,
         has_pair: Callable[[str], bool],
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """With `require_exact` workers have to agree on their arithmetic as well, and all that are
         not exact are refused. `has_pair` says whether workers of such a set are a pair that can be
@@ -98,15 +98,16 @@ class ServedWeights:
         self._disaggregation = disaggregation
         self._require_exact = require_exact
         self._on_change = on_change
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._has_pair = has_pair
         # Of the listed workers those that are ready, and in which set each is; empty: in none.
         self._sets: dict[str, _Set] = {}
-        self._names: dict[WorkerClient, str] = {}
+        self._names: dict[Worker, str] = {}
         # The incumbent's workers, when each stops to count, and those of them that will.
         self._members: dict[_Key, _Member] = {}
         self._lost: set[_Key] = set()
-        self._refused: set[WorkerClient] = set()
+        self._refused: set[Worker] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class ServedWeights:
             return origin.weights
         return origin.model if origin.numerics else ""
 
-    def serves(self, worker: WorkerClient) -> bool:
+    def serves(self, worker: Worker) -> bool:
         """True if it may take new requests as far as its weights go."""
         return bool(self.name) and self.name_of(worker.origin) == self.name
 
@@ -132,11 +133,11 @@ class ServedWeights:
             return self.name
         return names.pop() if len(names) == 1 else ""
 
-    def ready(self, role: WorkerRole, name: str) -> Collection[WorkerClient]:
+    def ready(self, role: WorkerRole, name: str) -> Collection[Worker]:
         """Return the listed workers of a role that are ready, of the set `name`."""
         return self._sets[name].workers[role] if name in self._sets else ()
 
-    def note(self, worker: WorkerClient, *, is_listed: bool) -> None:
+    def note(self, worker: Worker, *, is_listed: bool) -> None:
         """Take a worker as it is now."""
         name = self.name_of(worker.origin) if is_listed and worker.is_ready else ""
         if name != self._names.get(worker, ""):
@@ -167,7 +168,7 @@ class ServedWeights:
         self._set_timer()
         return self.name != before
 
-    def _move(self, worker: WorkerClient, name: str) -> None:
+    def _move(self, worker: Worker, name: str) -> None:
         if before := self._names.get(worker, ""):
             del self._sets[before].workers[worker.role][worker]
             if not len(self._sets[before]):
@@ -210,7 +211,7 @@ class ServedWeights:
         is_larger = len(other) > len(self._members)
         return is_larger and (not needs_pair or self._has_pair(other.name))
 
-    def _note_member(self, worker: WorkerClient) -> None:
+    def _note_member(self, worker: Worker) -> None:
         key = (worker.role, worker.address)
         is_listed, is_held = worker in self._names, worker.state in _HELD
         if is_listed and is_held and self.serves(worker):
@@ -238,7 +239,7 @@ class ServedWeights:
         self._members.pop(key, None)
         self._lost.discard(key)
 
-    def _note_refused(self, worker: WorkerClient) -> None:
+    def _note_refused(self, worker: Worker) -> None:
         is_refused = worker in self._names and worker.is_ready and not self.serves(worker)
         if not is_refused:
             self._refused.discard(worker)
@@ -258,5 +259,4 @@ class ServedWeights:
         self._timer = None
         due = min((self._members[key].until for key in self._lost), default=math.inf)
         if due < math.inf:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, due - self._clock()), self._on_change)
+            self._timer = self._runtime.call_later(max(0.0, due - self._clock()), self._on_change)

@@ -1,10 +1,7 @@
-"""One worker as the router knows it: its state, its load, and the requests that run on it."""
+"""One worker over gRPC: its link, its state, and the requests that run on it."""
 
 import asyncio
-import enum
 import logging
-import random
-import time
 from collections.abc import Callable
 
 import grpc
@@ -21,8 +18,6 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
-    KVTransferParams,
-    SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import (
@@ -36,6 +31,7 @@ from pdserve_common.errors import (
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.rpc import OpenChannel, open_channel
+from pdserve_common.runtime import Runtime
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import (
     AttachStream,
@@ -49,31 +45,19 @@ from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.held_tensors import HeldTensors
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.listeners import Listeners, OutputCallback, TokenCallback, no_token
-from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.tensor_client import TensorClient
+from pdserve_router.workers.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerState(enum.Enum):
-    """What a worker can be used for."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    # Its operator has paused it: requests would wait. It may become ready again.
-    PAUSED = "paused"
-    DRAINING = "draining"
-    # Its stream broke; its requests wait for the next one to adopt them.
-    REATTACHING = "reattaching"
-    DOWN = "down"
 
 
 # In these it has a stream and runs requests.
 _ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 
 
-class WorkerClient:
+class WorkerClient(Worker):
     """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks.
 
     A stream that breaks is replaced at once, and its requests go on where they were if the worker
@@ -89,35 +73,23 @@ class WorkerClient:
         role: WorkerRole,
         model: ServedModel,
         router_id: str,
-        router_epoch: str,
         on_change: Callable[[], None],
-        prefix_index: "PrefixIndex[WorkerClient] | None" = None,
+        runtime: Runtime,
+        prefix_index: "PrefixIndex[Worker] | None" = None,
         count_tokens: Callable[[int], None] = lambda num_tokens: None,
         tensors: HeldTensors | None = None,
         timings: LinkTimings | None = None,
         open_channel: OpenChannel = open_channel,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefix_index` is told what the worker has cached; `tensors` has what requests name."""
-        self.address = address
-        self.host, _, self._port = address.rpartition(":")
-        self.role = role
-        self.state = WorkerState.CONNECTING
-        self.info: EngineInfo | None = None
-        # Of what it computes; unknown until it was attached once.
-        self.origin = UNKNOWN
-        # Digests of the adapters that its processes had before it started again, and that it has
-        # not got back.
-        self.forgotten: frozenset[str] = frozenset()
-        self.stats: SchedulerStats | None = None
-        # Attached to it, this one among them.
-        self.num_routers = 1
-        # Fed by the pool; a new process begins with a closed one.
-        self.breaker = CircuitBreaker(clock=clock)
-        self._clock = clock
+        super().__init__(address, role=role, runtime=runtime)
+        self._runtime = runtime
+        self._clock = runtime.now
         self._model = model
         self._router_id = router_id
-        self._router_epoch = router_epoch
+        # Its own for each client: a worker that is listed twice would otherwise take the second
+        # stream for a successor, and end what runs over the first.
+        self._router_epoch = f"{runtime.rng.getrandbits(128):032x}"
         self._on_change = on_change
         self._count_tokens = count_tokens
         self._timings = timings or LinkTimings()
@@ -137,39 +109,15 @@ class WorkerClient:
         # Before the next dial.
         self._backoff_s = 0.0
         self._task: asyncio.Task[None] | None = None
-        index = PrefixIndex[WorkerClient](num_shards=1) if prefix_index is None else prefix_index
-        self._kv_cache = KVCacheFollower(index, self, self._ask_for_kv_cache)
-
-    def __str__(self) -> str:
-        return self.address
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is WorkerState.READY
-
-    @property
-    def engine_id(self) -> str:
-        """The worker's name for itself; empty until it was attached once."""
-        return self.info.engine_id if self.info is not None else ""
-
-    @property
-    def epoch(self) -> str:
-        """Which start of its process this is; empty until it was attached once."""
-        return self.info.epoch if self.info is not None else ""
-
-    @property
-    def kv_transfer_params(self) -> KVTransferParams:
-        """How the other side of a handoff finds this worker."""
-        return KVTransferParams(
-            remote_engine_id=self.engine_id, remote_host=self.host, remote_port=int(self._port)
-        )
+        if prefix_index is None:
+            prefix_index = PrefixIndex[Worker](num_shards=1, runtime=runtime)
+        self._kv_cache = KVCacheFollower(prefix_index, self, self._ask_for_kv_cache)
 
     @property
     def num_in_flight(self) -> int:
         return len(self._listeners)
 
     async def wait_until_idle(self) -> None:
-        """Return when no request is in flight. As bounded as the requests' deadlines are."""
         await self._listeners.wait_until_none()
 
     def start(self) -> None:
@@ -202,13 +150,6 @@ class WorkerClient:
         *,
         take_token: TokenCallback = no_token,
     ) -> None:
-        """Send a request. `on_output` gets the outputs of this attempt, the last one has a
-        finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
-        has raised. A token that comes alone goes to `take_token` first; those that it takes are
-        told to `count_tokens`. A higher attempt takes the place of the one that runs, which gets no
-        end. A paused worker keeps the request until it goes on. Tensors that it names are put
-        first. Raises NoWorkerError if the worker takes nothing.
-        """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.to_proto(request)
@@ -234,9 +175,6 @@ class WorkerClient:
         self._end_with(request.request_id, error.to_engine_error())
 
     def abort(self, request_id: str) -> None:
-        """End a request; its callback is not called any more. Workers ignore ids they do not know,
-        so it may also be called after the last output.
-        """
         self._listeners.forget(request_id)
         # A lost stream has aborted its requests already; the successor of a broken one does not ask
         # for this request, or finds it adopted and aborts it then.
@@ -258,7 +196,7 @@ class WorkerClient:
     async def _run(self) -> None:
         while True:
             # Jitter: routers that lost the same worker do not return all at once.
-            await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
+            await self._runtime.sleep(self._backoff_s * self._runtime.rng.uniform(0.5, 1.0))
             self._backoff_s = self._next_backoff_s
             # A channel for each stream: it takes its certificates when it is made.
             async with self._open_channel(self.address) as channel:
@@ -405,7 +343,7 @@ class WorkerClient:
         if not len(tokens.handles) == len(tokens.token_ids) == len(tokens.token_indexes):
             raise LinkLostError("its columns of tokens differ in length")
         rows = zip(tokens.handles, tokens.token_ids, tokens.token_indexes, strict=True)
-        if num_taken := self._listeners.dispatch_tokens(rows, time.monotonic_ns()):
+        if num_taken := self._listeners.dispatch_tokens(rows, self._runtime.now_ns()):
             # Once a frame: a counter takes 1 us.
             self._count_tokens(num_taken)
 
@@ -469,9 +407,7 @@ class WorkerClient:
         )
         self._held_state = self.state
         message = f"it did not attach again in time: {reason}"
-        self._hold_timer = asyncio.get_running_loop().call_later(
-            self._hold_s(), self._end_hold, message
-        )
+        self._hold_timer = self._runtime.call_later(self._hold_s(), self._end_hold, message)
         self.stats = None
         self.state = WorkerState.REATTACHING
         self._on_change()

@@ -3,21 +3,17 @@
 import asyncio
 import logging
 import math
-import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import attrgetter
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from pdserve_common import defects
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, WorkerRole
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.lora_types import LoRAAdapter
 from pdserve_common.metrics import RouterMetrics
-from pdserve_common.rpc import OpenChannel, open_channel
-from pdserve_router.text.served_model import ServedModel
-from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
@@ -29,14 +25,28 @@ from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.route_chooser import AnyRoute, RouteChooser, RoutingRules
 from pdserve_router.workers.route_table import RouteTable, name_with_adapter
 from pdserve_router.workers.served_weights import ServedWeights
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
 from pdserve_router.workers.worker_states import WorkerStates
 from pdserve_router.workers.worker_trials import WorkerTrials
 
 logger = logging.getLogger(__name__)
 
 # A worker, or a prefill and a decode worker together.
-Failing = WorkerClient | tuple[WorkerClient, WorkerClient]
+Failing = Worker | tuple[Worker, Worker]
+
+
+class Connect(Protocol):
+    """Makes a worker of an address, which attaches when it is started."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        role: WorkerRole,
+        on_change: Callable[[], None],
+        prefix_index: PrefixIndex[Worker],
+        tensors: HeldTensors,
+    ) -> Worker: ...
 
 
 class WorkerPool:
@@ -47,45 +57,40 @@ class WorkerPool:
         *,
         prefill: Sequence[str],
         decode: Sequence[str],
-        model: ServedModel,
-        router_id: str,
+        connect: Connect,
         rules: RoutingRules,
         metrics: RouterMetrics,
         on_change: Callable[[], None],
-        timings: LinkTimings | None = None,
+        runtime: Runtime,
         cell: Cell | None = None,
         max_held_tensor_bytes: int = DEFAULT_MAX_BYTES,
-        open_channel: OpenChannel = open_channel,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefill` and `decode` are host:port or sources as in `discovery`, of which the workers
         of `cell` are used; `on_change` is called when `is_ready` may have changed. Raises
         ValueError for an entry that is none of these.
         """
-        self._model = model
-        self._router_id = router_id
-        self._timings = timings
-        self._open_channel = open_channel
+        self._connect = connect
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
-        self._clock = clock
+        self._runtime = runtime
+        self._clock = runtime.now
         self._table = RouteTable()
         self._pairs = Pairs(
             require_transport=rules.require_transport,
             metrics=metrics,
             table=self._table,
             on_change=self._on_change,
-            clock=clock,
+            runtime=runtime,
         )
-        self._trials = WorkerTrials(self._on_worker, clock=clock)
-        self.prefix_index = PrefixIndex[WorkerClient](
-            role_of=attrgetter("role"), metrics=metrics.prefix_index
+        self._trials = WorkerTrials(self._on_worker, runtime=runtime)
+        self.prefix_index = PrefixIndex[Worker](
+            runtime=runtime, role_of=attrgetter("role"), metrics=metrics.prefix_index
         )
         # What live requests name.
         self.tensors = HeldTensors(max_bytes=max_held_tensor_bytes)
         metrics.pictures.follow(lambda: self.tensors.num_bytes)
-        self._chooser = RouteChooser(rules, self._table, self.prefix_index)
+        self._chooser = RouteChooser(rules, self._table, self.prefix_index, runtime)
         self._sources = {
             role: Discovery(
                 role,
@@ -95,7 +100,7 @@ class WorkerPool:
             )
             for role, entries in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
         }
-        self._cell = cell or Cell(router_id, 0)
+        self._cell = cell or Cell("", 0)
         # What the sources list, of all cells.
         self._lists = {role: source.static for role, source in self._sources.items()}
         self._workers = {
@@ -103,25 +108,25 @@ class WorkerPool:
             for role, addresses in self._cell.members(self._lists).items()
         }
         # Places in the list.
-        self._listed: dict[WorkerClient, int] = {}
+        self._listed: dict[Worker, int] = {}
         self._duplicates = Duplicates(self._listed)
         self._weights = ServedWeights(
             disaggregation=rules.disaggregation,
             require_exact=rules.require_determinism == "exact",
             has_pair=lambda name: bool(self._table.paired(WorkerRole.PREFILL, name)),
             on_change=self._on_change,
-            clock=clock,
+            runtime=runtime,
         )
         self.shared_limits = SharedLimits()
         # Since when those that are listed and not ready are not.
-        self._gone_since: dict[WorkerClient, float] = {}
+        self._gone_since: dict[Worker, float] = {}
         # Listed ones that keep failing.
-        self._failing: dict[WorkerClient, None] = {}
+        self._failing: dict[Worker, None] = {}
         # Workers that have changed since they were last taken as they are.
-        self._changed: dict[WorkerClient, None] = {}
+        self._changed: dict[Worker, None] = {}
         self._states = WorkerStates(metrics)
         # No longer listed, with requests that run to their end.
-        self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
+        self._leaving: dict[Worker, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Told by the timer alone: it may come a moment before its time.
         self._has_settled = False
@@ -134,11 +139,11 @@ class WorkerPool:
         self._refresh(self._listed)
 
     @property
-    def prefill(self) -> tuple[WorkerClient, ...]:
+    def prefill(self) -> tuple[Worker, ...]:
         return self._workers[WorkerRole.PREFILL]
 
     @property
-    def decode(self) -> tuple[WorkerClient, ...]:
+    def decode(self) -> tuple[Worker, ...]:
         return self._workers[WorkerRole.DECODE]
 
     @property
@@ -154,7 +159,7 @@ class WorkerPool:
         return "prefill worker with a model that pools" if is_pooling else "decode worker"
 
     @property
-    def answering(self) -> tuple[WorkerClient, ...]:
+    def answering(self) -> tuple[Worker, ...]:
         """The listed workers of that role."""
         return self._workers[self.answering_role]
 
@@ -180,7 +185,7 @@ class WorkerPool:
             worker.start()
         for source in self._sources.values():
             source.start()
-        self._settle_timer = asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
+        self._settle_timer = self._runtime.call_later(SETTLE_S, self._settle)
 
     async def close(self) -> None:
         if self._settle_timer is not None:
@@ -216,8 +221,8 @@ class WorkerPool:
         request: EngineCoreRequest,
         *,
         origins: Collection[Origin] = (),
-        exclude: AbstractSet[WorkerClient] = frozenset(),
-        decode: WorkerClient | None = None,
+        exclude: AbstractSet[Worker] = frozenset(),
+        decode: Worker | None = None,
         session: str = "",
         hashes: Sequence[int] = (),
     ) -> AnyRoute:
@@ -258,15 +263,15 @@ class WorkerPool:
             if self._table.paired(WorkerRole.PREFILL, name_with_adapter(name, each.digest))
         )
 
-    def serves(self, worker: WorkerClient) -> bool:
+    def serves(self, worker: Worker) -> bool:
         """True if it is listed and ready, with the weights that serve."""
         return worker.is_ready and self._weights.serves(worker)
 
-    def holders(self, role: WorkerRole, digest: str) -> Collection[WorkerClient]:
+    def holders(self, role: WorkerRole, digest: str) -> Collection[Worker]:
         """Return those that new requests with an adapter may go to."""
         return self._table.workers(role, name_with_adapter(self._weights.name, digest)).items
 
-    def partners(self, worker: WorkerClient) -> Collection[WorkerClient]:
+    def partners(self, worker: Worker) -> Collection[Worker]:
         """Return those that it is proven to work with."""
         return self._table.partners(worker, self._weights.name).items
 
@@ -301,13 +306,11 @@ class WorkerPool:
             return bool(self._weights.ready(role, name))
         return self._states.count(role, WorkerState.READY.value, "mismatched") > 0
 
-    def _is_other(self, worker: WorkerClient, name: str) -> bool:
+    def _is_other(self, worker: Worker, name: str) -> bool:
         is_known = worker.info is not None
         return bool(name) and is_known and self._weights.name_of(worker.origin) != name
 
-    def report_transfer(
-        self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
-    ) -> None:
+    def report_transfer(self, prefill: Worker, decode: Worker, stats: KVTransferStats) -> None:
         """A pair did its handoff: the KV came."""
         self._pairs.report_transfer(prefill, decode, stats)
 
@@ -325,11 +328,11 @@ class WorkerPool:
             logger.warning("worker %s keeps failing: it gets no requests", failing.address)
             self._on_worker(failing)
 
-    def report_success(self, working: WorkerClient) -> None:
+    def report_success(self, working: Worker) -> None:
         """A worker did its part of a request."""
         working.breaker.report_success()
 
-    def _is_last(self, worker: WorkerClient) -> bool:
+    def _is_last(self, worker: Worker) -> bool:
         """True if no other worker of its role and weights is ready and not left out."""
         name = self._weights.name_of(worker.origin)
         working = self._table.workers(worker.role, name)
@@ -345,7 +348,7 @@ class WorkerPool:
                 worker.breaker.close()
                 self._note_breaker(worker)
 
-    def _available(self, origins: Collection[Origin] = ()) -> Collection[WorkerClient]:
+    def _available(self, origins: Collection[Origin] = ()) -> Collection[Worker]:
         """Return those that are ready to end a new request, or to go on with such an answer."""
         return self._weights.ready(self._weights.role, self._weights.name_for(origins))
 
@@ -362,7 +365,7 @@ class WorkerPool:
             "that began it"
         )
 
-    def _state_of(self, worker: WorkerClient) -> str:
+    def _state_of(self, worker: Worker) -> str:
         """Return a value of the metric's label `state`; one that is ready may be refused."""
         if worker in self._duplicates.by_engine_id:
             return "duplicate"
@@ -379,24 +382,15 @@ class WorkerPool:
             self._pairs.is_settling or (is_connecting and not self._has_settled)
         )
 
-    def _client(self, role: WorkerRole, address: str) -> WorkerClient:
-        client = WorkerClient(
+    def _client(self, role: WorkerRole, address: str) -> Worker:
+        worker = self._connect(
             address,
             role=role,
-            model=self._model,
-            router_id=self._router_id,
-            # Its own for each client: a worker listed under two names would otherwise take the
-            # second stream for a successor, and end what runs over the first.
-            router_epoch=secrets.token_hex(16),
-            on_change=lambda: self._on_worker(client),
+            on_change=lambda: self._on_worker(worker),
             prefix_index=self.prefix_index,
-            count_tokens=self._metrics.generation_tokens.labels(model=self._model.name).inc,
             tensors=self.tensors,
-            timings=self._timings,
-            open_channel=self._open_channel,
-            clock=self._clock,
         )
-        return client
+        return worker
 
     def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
         self._lists[role] = addresses
@@ -414,11 +408,8 @@ class WorkerPool:
         joined = set(self._workers[role]) - set(before.values())
         self._list_workers()
         for worker in gone:
-            self._leaving[worker] = defects.spawn(
-                "workers",
-                self._leave(worker),
-                costs=f"the leave of worker {worker.address}",
-                name=f"leave {worker.address}",
+            self._leaving[worker] = self._runtime.spawn(
+                self._leave(worker), name=f"leave {worker.address}"
             )
         self._refresh((*gone, *joined))
         self._notify()
@@ -427,7 +418,7 @@ class WorkerPool:
         self._listed.clear()
         self._listed.update((w, place) for place, w in enumerate((*self.decode, *self.prefill)))
 
-    def _join(self, role: WorkerRole, address: str) -> WorkerClient:
+    def _join(self, role: WorkerRole, address: str) -> Worker:
         for worker, task in self._leaving.items():
             if (worker.role, worker.address) == (role, address):
                 # Nothing needs to attach anew, and what runs there counts on.
@@ -438,19 +429,20 @@ class WorkerPool:
         worker.start()
         return worker
 
-    async def _leave(self, worker: WorkerClient) -> None:
+    async def _leave(self, worker: Worker) -> None:
         logger.info("worker %s has left the list", worker.address)
-        await worker.wait_until_idle()
-        task = self._leaving.pop(worker)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        await worker.close()
-        # Its engine_id is free, and it is not taken again.
-        self._changed.pop(worker, None)
-        self._refresh(self._duplicates.forget(worker))
-        self._notify()
+        with defects.contained("workers", f"the leave of worker {worker.address}"):
+            await worker.wait_until_idle()
+            task = self._leaving.pop(worker)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            await worker.close()
+            # Its engine_id is free, and it is not taken again.
+            self._changed.pop(worker, None)
+            self._refresh(self._duplicates.forget(worker))
+            self._notify()
 
-    def _on_worker(self, worker: WorkerClient) -> None:
+    def _on_worker(self, worker: Worker) -> None:
         self._refresh((worker,))
         self._notify()
 
@@ -459,7 +451,7 @@ class WorkerPool:
         self._refresh(())
         self._notify()
 
-    def _refresh(self, changed: Iterable[WorkerClient]) -> None:
+    def _refresh(self, changed: Iterable[Worker]) -> None:
         """Take the workers that have changed as they are now; what it costs depends on them and on
         whom they work with, not on how many there are. Those that a defect keeps from it are taken
         the next time.
@@ -487,7 +479,7 @@ class WorkerPool:
         for adapter in self.limits.adapters if self.limits is not None else ():
             self._metrics.lora.requests.begin(adapter.name)
 
-    def _note(self, worker: WorkerClient) -> None:
+    def _note(self, worker: Worker) -> None:
         is_listed = worker in self._listed
         if is_listed and not worker.is_ready:
             self._gone_since.setdefault(worker, self._clock())
@@ -501,7 +493,7 @@ class WorkerPool:
         if self._rules.disaggregation:
             self._pairs.update(worker, is_listed=is_distinct)
 
-    def _note_breaker(self, worker: WorkerClient) -> None:
+    def _note_breaker(self, worker: Worker) -> None:
         """It may take requests, or may not, as it keeps failing."""
         is_listed, is_failing = worker in self._listed, worker.breaker.is_open
         if is_listed and is_failing:
@@ -511,11 +503,11 @@ class WorkerPool:
         is_used = is_listed and worker.is_ready and worker not in self._duplicates
         self._table.place(worker, *(self._names_of(worker) if is_used and not is_failing else ()))
 
-    def _names_of(self, worker: WorkerClient) -> tuple[str, ...]:
+    def _names_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the names in the table of a worker that has been attached."""
         name = self._weights.name_of(worker.origin)
         digests = worker.info.adapter_digests if worker.info is not None else ()
         return name, *(name_with_adapter(name, digest) for digest in digests)
 
-    def _count(self, worker: WorkerClient) -> None:
+    def _count(self, worker: Worker) -> None:
         self._states.note(worker, self._state_of(worker) if worker in self._listed else None)

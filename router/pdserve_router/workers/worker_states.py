@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker import Worker, WorkerState
 
 # Values of a metric's label. The last two are ready and refused: other weights than those that
 # serve, and an engine_id that is in use.
@@ -17,14 +17,14 @@ class WorkerStates:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._states: dict[WorkerClient, str] = {}
+        self._states: dict[Worker, str] = {}
         self._counts: Counter[tuple[WorkerRole, str]] = Counter()
 
     def count(self, role: WorkerRole, *states: str) -> int:
         """Return how many workers of a role are in one of these states."""
         return sum(self._counts[role, state] for state in states)
 
-    def note(self, worker: WorkerClient, state: str | None) -> None:
+    def note(self, worker: Worker, state: str | None) -> None:
         """Take a worker's state; None if it is not listed any more."""
         if (before := self._states.pop(worker, None)) is not None:
             self._counts[worker.role, before] -= 1
@@ -32,7 +32,7 @@ class WorkerStates:
             self._states[worker] = state
             self._counts[worker.role, state] += 1
 
-    def show(self, failing: Collection[WorkerClient]) -> None:
+    def show(self, failing: Collection[Worker]) -> None:
         """Export them, and how many keep failing."""
         for role in WorkerRole:
             name = role.name.lower()

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable
 
+from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe_alone
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -22,21 +22,21 @@ class WorkerTrials:
 
     def __init__(
         self,
-        on_change: Callable[[WorkerClient], None],
+        on_change: Callable[[Worker], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         """`on_change` is called with a worker whose breaker has closed, and has to call
         `update`.
         """
         self._on_change = on_change
-        self._clock = clock
-        self._workers: tuple[WorkerClient, ...] = ()
+        self._runtime = runtime
+        self._workers: tuple[Worker, ...] = ()
         self._trials: dict[CircuitBreaker, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def update(self, workers: Iterable[WorkerClient]) -> None:
+    def update(self, workers: Iterable[Worker]) -> None:
         """Take those whose breaker is open."""
         self._workers = tuple(workers)
         self._advance()
@@ -67,18 +67,18 @@ class WorkerTrials:
             else:
                 self._start(worker, breaker)
         if waits:
-            self._timer = asyncio.get_running_loop().call_later(min(waits), self._advance)
+            self._timer = self._runtime.call_later(min(waits), self._advance)
 
-    def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
-        trial = asyncio.create_task(
-            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, clock=self._clock),
+    def _start(self, worker: Worker, breaker: CircuitBreaker) -> None:
+        trial = self._runtime.spawn(
+            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, runtime=self._runtime),
             name=f"trial of {worker.address}",
         )
         self._trials[breaker] = trial
         trial.add_done_callback(lambda done: self._on_tried(worker, breaker, done))
 
     def _on_tried(
-        self, worker: WorkerClient, breaker: CircuitBreaker, trial: "asyncio.Task[None]"
+        self, worker: Worker, breaker: CircuitBreaker, trial: "asyncio.Task[None]"
     ) -> None:
         del self._trials[breaker]
         if trial.cancelled() or not breaker.is_open:

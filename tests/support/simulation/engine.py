@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from pdserve_common.runtime import Runtime
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor.uniproc import UniprocExecutor
@@ -99,11 +100,11 @@ class VirtualEngineClient(InprocEngineClient):
         self,
         executor: VirtualExecutor,
         *,
-        clock: Callable[[], float],
+        runtime: Runtime,
         on_death: Callable[[str], None],
     ) -> None:
         """`on_death` is told of a defect that has ended it: no fault does."""
-        super().__init__(clock=clock)
+        super().__init__(runtime)
         self._executor = executor
         self._on_death = on_death
         self._has_input = asyncio.Event()
@@ -121,7 +122,8 @@ class VirtualEngineClient(InprocEngineClient):
         await asyncio.gather(self._task)
         self._loaded.close()
 
-    def _start_engine(self) -> None:
+    def begin(self) -> None:
+        """Take the engine's turns from now on."""
         self._task = asyncio.create_task(self._step_until_stopped())
 
     async def _step_until_stopped(self) -> None:
@@ -133,24 +135,20 @@ class VirtualEngineClient(InprocEngineClient):
             self._announce_death()
 
     async def _step_until_error(self) -> None:
-        core = self._core
         may_step = False
         while not self._is_stopped:
             if not may_step:
                 await self._wait_for_any_input()
-            self._process_inputs()
-            is_step = core.has_work()
-            result = core.begin_step() if is_step else core.poll()
-            if result is None:
+            turn = self.begin_turn()
+            if turn.result is None:
                 await self._executor.wait()
-                result = core.finish_step()
-            may_step = self._after_step(result, is_step=is_step)
+            may_step = self.end_turn(turn)
             await asyncio.sleep(0)
 
     async def _wait_for_any_input(self) -> None:
         if self._inputs.empty():
             self._has_input.clear()
             # Not wait_for, which has different turns in different versions of Python.
-            timer = asyncio.get_running_loop().call_later(self._max_wait_s(), self._has_input.set)
+            timer = asyncio.get_running_loop().call_later(self.max_wait_s(), self._has_input.set)
             await self._has_input.wait()
             timer.cancel()

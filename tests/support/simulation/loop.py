@@ -198,22 +198,17 @@ class Process:
 
 @contextlib.contextmanager
 def virtual_machine(loop: VirtualLoop, seed: int) -> Iterator[None]:
-    """While inside, what reads the machine's clock (ages on the wire) reads the loop's, and what
-    draws random numbers draws those of the seed.
+    """While inside, what reads the machine's clock (ages on the wire) reads the loop's, and secrets
+    are drawn from the seed.
     """
     drawn = random.Random(seed)
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        with (
-            mock.patch.object(time, "monotonic", loop.time),
-            mock.patch.object(time, "monotonic_ns", _in_ns(loop.time)),
-            mock.patch.object(secrets, "token_hex", _in_hex(drawn)),
-            mock.patch.object(secrets, "randbits", drawn.getrandbits),
-        ):
-            yield
-    finally:
-        random.setstate(state)
+    with (
+        mock.patch.object(time, "monotonic", loop.time),
+        mock.patch.object(time, "monotonic_ns", _in_ns(loop.time)),
+        mock.patch.object(secrets, "token_hex", _in_hex(drawn)),
+        mock.patch.object(secrets, "randbits", drawn.getrandbits),
+    ):
+        yield
 
 
 def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:

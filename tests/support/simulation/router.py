@@ -1,5 +1,6 @@
 """A router process of a simulation: the real core, from `submit` on."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +17,7 @@ from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.control_client import ControlClient
 from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.simulation.loop import Process
 from support.simulation.rpc import Channel
@@ -32,25 +34,29 @@ def _default(name: str) -> Any:
 
 def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Router:
     """Assemble a router as RouterServer does, without its servers. Runs as `process`."""
-    clock = world.loop.time
+    runtime = world.runtime
     metrics = RouterMetrics(CollectorRegistry())
     pool = WorkerPool(
         prefill=[f"{name}:1" for name in world.names if name.startswith("p")],
         decode=[f"{name}:1" for name in world.names if name.startswith("d")],
-        model=ServedModel(MODEL_NAME, ""),
-        router_id="router",
+        connect=partial(
+            WorkerClient,
+            model=ServedModel(MODEL_NAME, ""),
+            router_id="router",
+            open_channel=lambda address: Channel(world.network, process, address),
+            runtime=runtime,
+        ),
         rules=RoutingRules(),
         metrics=metrics,
         on_change=lambda: None,
-        open_channel=lambda address: Channel(world.network, process, address),
-        clock=clock,
+        runtime=runtime,
     )
-    adapters = AdapterRollout(pool, ControlClient(None))
+    adapters = AdapterRollout(pool, ControlClient(None), runtime)
     return Router(
         pool=pool,
         adapters=adapters,
         scale_out=AdapterScaleOut(
-            pool, adapters, max_requests=0, outcomes=metrics.lora.scale_outs, clock=clock
+            pool, adapters, max_requests=0, outcomes=metrics.lora.scale_outs, runtime=runtime
         ),
         tokenizer=tokenizer,
         input_processor=InputProcessor(
@@ -59,19 +65,19 @@ def make_router(world: "World", process: Process, tokenizer: Tokenizer) -> Route
             default_deadline_s=60.0,
             max_deadline_s=60.0,
             is_inline=True,
-            clock=clock,
+            clock=runtime.now,
         ),
         metrics=metrics,
         quotas=Quotas(
             no_limits,
             num_parts=1,
-            turns=FairQueue(lambda: float("inf")),
+            turns=FairQueue(lambda: float("inf"), runtime),
             metrics=metrics.quotas,
-            clock=clock,
+            clock=runtime.now,
         ),
         model_name=MODEL_NAME,
         max_num_queued_requests=_default("max_num_queued_requests"),
         max_redrives=_default("max_redrives"),
         redrive_wait_s=_default("redrive_wait_s"),
-        clock=clock,
+        runtime=runtime,
     )

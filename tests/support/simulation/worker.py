@@ -80,7 +80,7 @@ class SimulatedWorker:
 
     async def _serve(self) -> None:
         world = self.world
-        engine = VirtualEngineClient(self.executor, clock=world.loop.time, on_death=world.blame)
+        engine = VirtualEngineClient(self.executor, runtime=world.runtime, on_death=world.blame)
         self.engine = engine
         self._load(engine)
         worker = Worker(engine=engine)
@@ -128,7 +128,7 @@ class SimulatedWorker:
             take_aborts=engine.take_aborts,
             clock=clock,
         )
-        engine.start(
+        engine.open(
             LoadedEngine(
                 core=core,
                 info=self._info(),
@@ -141,6 +141,7 @@ class SimulatedWorker:
                 compiler=None,
             )
         )
+        engine.begin()
 
     def _make_connector(self, engine: VirtualEngineClient) -> Any:
         layout = KVLayout(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve_common.runtime import Runtime
 from pdserve_router.router import Router
 from pdserve_router.text.tokenizer import Tokenizer
 from support.simulation import faults
@@ -56,6 +57,7 @@ class World:
         self, loop: VirtualLoop, seed: int, schedule: Sequence[faults.Fault] | None
     ) -> None:
         self.loop, self.random = loop, random.Random(seed)
+        self.runtime = Runtime(now=loop.time, rng=random.Random(f"policy {seed}"))
         self.journal = Journal(loop.time, lambda: current_name("world"))
         self.network = Network(loop, self.random, self.journal)
         self.has_prefix_caching = self.random.random() < 0.7
