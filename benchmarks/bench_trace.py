@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import prefix_hashes
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker import Worker
 from support.modelled_pool import ModelledPool, modelled
 
 BLOCK_SIZE = 16
@@ -102,7 +102,7 @@ class Clock:
 class Cache:
     """A worker's blocks by hash, the one used last at the end; its router hears of changes."""
 
-    def __init__(self, clock: Clock, pool: ModelledPool, client: WorkerClient, size: int) -> None:
+    def __init__(self, clock: Clock, pool: ModelledPool, client: Worker, size: int) -> None:
         self._clock, self._index = clock, pool.pool.prefix_index
         self._client, self._size = client, size
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -128,7 +128,7 @@ class Cache:
 class PrefillWorker:
     """Computes one prompt after another."""
 
-    def __init__(self, clock: Clock, client: WorkerClient, cache: Cache) -> None:
+    def __init__(self, clock: Clock, client: Worker, cache: Cache) -> None:
         self._clock, self.client, self.cache = clock, client, cache
         self._queue: deque[Turn] = deque()
         self._running: Turn | None = None
@@ -193,7 +193,7 @@ class PrefillWorker:
 class DecodeWorker:
     """Steps while it has requests."""
 
-    def __init__(self, clock: Clock, client: WorkerClient, cache: Cache) -> None:
+    def __init__(self, clock: Clock, client: Worker, cache: Cache) -> None:
         self._clock, self.client, self.cache = clock, client, cache
         self._running: list[Turn] = []
         self._waiting: deque[Turn] = deque()
@@ -247,7 +247,7 @@ class Run:
         self._rng = random.Random(self.seed)
         self._num_chats = self._num_sent = 0
 
-    def _worker(self, kind: Any, client: WorkerClient) -> Any:
+    def _worker(self, kind: Any, client: Worker) -> Any:
         cache = Cache(self.clock, self.pool, client, self.trace.cached_blocks)
         return kind(self.clock, client, cache)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,11 +17,13 @@ from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.worker import Worker, WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
-from support.fake_worker import KV_STATS, MODEL, engine_info
+from support.fake_worker import KV_STATS, engine_info
+
+RUNTIME = Runtime()
 
 
 def info_of(worker: Worker, **changes: object) -> EngineInfo:
@@ -30,15 +31,39 @@ def info_of(worker: Worker, **changes: object) -> EngineInfo:
     return engine_info(worker.role, vocab_size=300, **{**names, **changes})
 
 
-class ModelledWorker(WorkerClient):
-    """Dials nobody."""
+class ModelledWorker(Worker):
+    """Is nowhere else, and takes no requests."""
 
-    def __init__(self, address: str, *, on_change: Callable[[], None], **options: Any) -> None:
-        super().__init__(address, on_change=on_change, **options)
+    num_in_flight = 0
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: WorkerRole,
+        on_change: Callable[[], None],
+        prefix_index: PrefixIndex[Worker],
+        **others: object,
+    ) -> None:
+        super().__init__(address, role=role, runtime=RUNTIME)
         self.on_change = on_change
+        self._prefix_index = prefix_index
 
     def start(self) -> None:
-        pass
+        """It attaches when it is told to."""
+
+    async def wait_until_idle(self) -> None:
+        """It always is."""
+
+    async def close(self) -> None:
+        self.state = WorkerState.DOWN
+        self._prefix_index.forget(self)
+
+    def add_request(self, *args: Any, **options: Any) -> None:
+        raise AssertionError("nobody answers here")
+
+    def abort(self, request_id: str) -> None:
+        """There are none."""
 
     def set(self, state: WorkerState) -> None:
         self.state = state
@@ -77,11 +102,11 @@ class ModelledPool:
         return WorkerPool(
             prefill=[f"p:{i}" for i in range(1, num_prefill + 1)],
             decode=[f"d:{i}" for i in range(1, num_decode + 1)],
-            connect=partial(ModelledWorker, model=MODEL, router_id="r", runtime=Runtime()),
+            connect=ModelledWorker,
             rules=RoutingRules(**rules),  # type: ignore[arg-type]
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
-            runtime=Runtime(),
+            runtime=RUNTIME,
         )
 
     @property
