@@ -30,7 +30,7 @@ from pdserve_client.bench import RequestResult, add_bench_flags, send_load
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
-from pdserve_common.addresses import join_address
+from pdserve_common.rpc.addresses import join_address
 
 LOG_DIR = Path(".bench/advisor")
 SPLITS = (Split(1, 1), Split(0, 2))

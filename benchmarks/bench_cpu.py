@@ -37,7 +37,7 @@ from offline_system import Command, OfflineSystem
 from peers.offline import Case
 from peers.vllm_servers import variables, vllm_server
 
-from pdserve_common.cores import format_cores, usable_cores
+from pdserve_common.processes.cores import format_cores, usable_cores
 from pdserve_common.version import VERSION
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.registry import read_model_config

@@ -33,7 +33,7 @@ from machine import describe, free_ports
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
-from pdserve_common.engine_types import FinishReason, WorkerRole
+from pdserve_common.types.engine import FinishReason, WorkerRole
 from support.fake_worker import FakeWorker, Running
 
 MiB = 1 << 20

@@ -22,9 +22,9 @@ import torch
 from machine import describe
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Generate
-from pdserve_common.metrics import EngineMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.metrics.services import EngineMetrics
+from pdserve_common.types.engine import EngineCoreOutputs, EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_common.wire.output import engine_core_outputs_to_proto
 from pdserve_engine.clients.messages import CODEC
 from pdserve_engine.clients.owners import RequestOwners
@@ -40,8 +40,8 @@ from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
-from pdserve_engine.runner.make_runner import make_runner
-from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.load.make_runner import make_runner
+from pdserve_engine.runner.run.model_runner import ModelRunner
 from pdserve_kernels.sampling_batch import Argmax
 from pdserve_worker.attachment import Attachment
 
@@ -169,8 +169,8 @@ def runner_of(kind: str, cache: KVCache, batch: int, parts: Parts) -> ModelRunne
 
 def _make_cuda_runner(cache: KVCache, sizes: dict[str, int], parts: Parts) -> ModelRunner:
     """Return the runner with graphs and events that do nothing; all its steps bring tokens 7."""
-    from pdserve_engine.runner.cuda_graphs import RecordedDraw, StepKind
-    from pdserve_engine.runner.device_sampler import Drawn
+    from pdserve_engine.runner.run.cuda_graphs import RecordedDraw, StepKind
+    from pdserve_engine.runner.sample.device_sampler import Drawn
 
     class Nothing:
         def __init__(self, **options: object) -> None: ...

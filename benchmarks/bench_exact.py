@@ -20,8 +20,8 @@ from pdserve_offline import PdserveEngine
 from peers.offline import Case, run_case
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import cpu, reference
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from make_model import DEFAULT_MODEL, make_model
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.stack import RunningStack, attached_router, running_stack
 
 MANY, ONE = "many-key-0123456789", "one-key-0123456789"

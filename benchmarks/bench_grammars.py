@@ -35,16 +35,16 @@ from machine import describe
 from make_model import DEFAULT_MODEL, LARGE_MODEL, LARGE_VOCAB_SIZE, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher
-from pdserve_engine.runner.sampler import TokenSampler
+from pdserve_engine.runner.sample.sampler import TokenSampler
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 from pdserve_kernels.sampling_batch import MASK_BITS

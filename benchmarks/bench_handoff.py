@@ -29,7 +29,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 DEFAULT_MODEL = Path(".bench/qwen3-0.6b-random")
 MAX_PROMPT_TOKEN_ID = 1000

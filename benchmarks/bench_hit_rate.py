@@ -26,7 +26,7 @@ from machine import describe
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.metrics import scrape, total
 
 MODEL = Path(__file__).parents[1] / "models" / "pdserve-tiny"

@@ -18,10 +18,10 @@ from pathlib import Path
 from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from support.waiting import wait_until
 

@@ -21,15 +21,15 @@ from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 from safetensors.torch import save_file
 
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.verbs import AddLora, RemoveLora
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.lora import LoRARequest
+from pdserve_common.types.verbs import AddLora, RemoveLora
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.llama_weights import lora_targets
 from pdserve_engine.models.registry import read_model_config
+from pdserve_engine.models.weights.llama import lora_targets
 
 # That come by turns: each is read, checked and packed anew.
 NUM_FOLDERS = 3

@@ -27,7 +27,7 @@ from machine import describe
 from nixl_pair import BLOCK_BYTES, SPEC, DSide, run_pair, seconds
 
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
+from pdserve_engine.kv_transfer.transport.shards import KVPeer, KVSlice
 
 SMALL_BLOCK_BYTES = 1024
 POST_BLOCKS = (1, 8, 32)
@@ -130,7 +130,7 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
     """Median of making and posting a READ of `count` blocks, so small that their bytes cost
     nothing: over shared memory a READ is copied while it is posted.
     """
-    from pdserve_engine.kv_transfer.nixl import NixlAgent
+    from pdserve_engine.kv_transfer.transport.nixl import NixlAgent
 
     small = SimpleNamespace(
         tensor=d.pool.tensor,

@@ -26,9 +26,9 @@ from offline_system import Command, OfflineSystem
 from peers.offline import Case, Times
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.cores import format_cores, usable_cores
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.clients.loading import load_engine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.processes.cores import format_cores, usable_cores
+from pdserve_engine.assemble import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.request.sched_output import CachedRequestData, SchedulerOutput
 from pdserve_kernels.cpu.shared_group import SharedGroup

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from machine import describe
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_common.wire import from_proto, to_proto
 from pdserve_engine.kv.block_pool import BlockPool
-from pdserve_router.workers.kv_cache_follower import KVCacheFollower
-from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
+from pdserve_router.workers.routing.kv_cache_follower import KVCacheFollower
+from pdserve_router.workers.routing.prefix_index import PrefixIndex, prefix_hashes
 
 NUM_BLOCKS = 1_000_000
 NUM_WORKERS = 64

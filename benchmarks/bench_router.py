@@ -38,8 +38,8 @@ from pdserve.v1 import engine_core_service_pb2 as engine_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as engine_grpc
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
-from pdserve_common.attach_protocol import PROTOCOL_VERSION
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.rpc.attach_protocol import PROTOCOL_VERSION
+from pdserve_common.types.engine import WorkerRole
 from support.fake_worker import FakeWorker
 
 # ASCII: every token has a text of its own, so that the first event is the first token.

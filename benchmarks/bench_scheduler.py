@@ -10,8 +10,8 @@ import argparse
 import statistics
 import time
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool

@@ -28,7 +28,7 @@ from machine import describe, free_ports
 
 from pdserve_client.bench import RequestResult, percentile
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 PLUGIN = Path(__file__).parent / "plugin"
 LOG_DIR = Path(".bench/seats").absolute()

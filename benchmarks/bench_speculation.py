@@ -39,16 +39,16 @@ from make_draft_pair import DEFAULT_PAIR, make_draft_pair
 from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig, Speculation
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.manager import TokenMasks
-from pdserve_engine.runner.model_runner import ModelRunner
-from pdserve_engine.runner.sampler import TokenSampler
+from pdserve_engine.runner.run.model_runner import ModelRunner
+from pdserve_engine.runner.sample.sampler import TokenSampler
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 

@@ -31,7 +31,7 @@ from machine import free_ports
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import FinishReason, WorkerRole
+from pdserve_common.types.engine import FinishReason, WorkerRole
 from support.fake_worker import PREFILL_STATS, FakeWorker, Running
 
 GENERATE = "/pdserve.v1.InferenceService/Generate"

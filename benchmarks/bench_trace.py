@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers.prefix_index import prefix_hashes
+from pdserve_common.types.engine import EngineCoreRequest, Generate, SchedulerStats
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.routing.prefix_index import prefix_hashes
 from pdserve_router.workers.worker import Worker
 from support.modelled_pool import ModelledPool, modelled
 

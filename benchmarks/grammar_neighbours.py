@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Generate
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.metrics.services import KVTransferMetrics
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.engine import EngineCoreOutputs, EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from support import hostile_grammars

@@ -3,7 +3,7 @@
 import json
 import random
 
-from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 
 NUM_RECORDS = 100
 WORDS = "Anna Müller river house station engine green quick northern data model server"

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
+from pdserve_common.types.kv import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
-from pdserve_engine.kv_transfer.factory import make_transport
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.transport.factory import make_transport
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
 
 # Blocks of 1.75 MiB: those of Qwen3-0.6B.
 SPEC = KVCacheSpec(
@@ -37,7 +37,7 @@ class Bare:
     """NIXL without anything of ours: one descriptor, polled without a pause."""
 
     def __init__(self, name: str, pool: KVCache) -> None:
-        from pdserve_engine.kv_transfer.nixl import _api
+        from pdserve_engine.kv_transfer.transport.nixl import _api
 
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = _api.nixl_agent(name, config)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from peers.offline import Engine, serve
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.cores import confine_process
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.processes.cores import confine_process
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.assemble import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.engine_core import EngineCore
 

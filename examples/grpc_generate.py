@@ -6,7 +6,7 @@ When its router is lost the client goes on at another one: name all of them, sep
 import os
 
 from pdserve_client.client import Client
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 params = SamplingParams(temperature=0, max_tokens=64)
 addresses = os.environ.get("PDSERVE_ADDRESS", "127.0.0.1:50051").split(",")

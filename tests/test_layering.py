@@ -1,6 +1,7 @@
 """The import rules of docs/architecture.md, checked over every module's syntax tree."""
 
 import ast
+import collections
 import graphlib
 import subprocess
 import sys
@@ -31,6 +32,7 @@ PACKAGES = {
     "pdserve_client": ("client", {"pdserve_common", "pdserve"}),
 }
 OURS = {"pdserve", *PACKAGES}
+MODULES_IN_A_FOLDER = 15
 # Rooms of a package, lowest floor first: a module imports from its own room and from lower floors.
 # A name without a folder is a module.
 FLOORS = {
@@ -45,6 +47,8 @@ FLOORS = {
         ("core",),
         ("runner",),
         ("executor",),
+        ("description",),
+        ("assemble",),
         ("clients",),
     ),
     "pdserve_router": (
@@ -61,11 +65,11 @@ FLOORS = {
 # Third-party modules and the only places that may import them.
 FENCED = {
     "huggingface_hub": (
-        "common/pdserve_common/model_folder.py",
+        "common/pdserve_common/model_files/model_folder.py",
         "engine/pdserve_engine/lora/hub_download.py",
     ),
-    "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
-    "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
+    "nixl": ("engine/pdserve_engine/kv_transfer/transport/nixl",),
+    "nixl_cu13": ("engine/pdserve_engine/kv_transfer/transport/nixl",),
     "triton": ("kernels/",),
     "flash_attn_interface": ("kernels/pdserve_kernels/triton/flash_attn",),
     # Only where a model takes pictures.
@@ -73,7 +77,7 @@ FENCED = {
     # It imports torch.
     "xgrammar": ("engine/pdserve_engine/grammar/",),
     # Only where spans are asked for.
-    "opentelemetry": ("common/pdserve_common/tracing.py",),
+    "opentelemetry": ("common/pdserve_common/observability/tracing.py",),
     "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
     "grpc": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
     "google": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
@@ -83,22 +87,22 @@ FENCED = {
 # of their own, and those of their modules that may read the machine's clock themselves.
 CLOCKED = {"pdserve_common", "pdserve_worker", "pdserve_engine", "pdserve_router"}
 READ_THE_CLOCK = {
-    "common/pdserve_common/engine_types.py": "when a value was made, if nobody says it",
-    "common/pdserve_common/followed.py": "files of the machine",
-    "common/pdserve_common/load_log.py": "a log",
-    "common/pdserve_common/metrics_server.py": "sockets of Prometheus",
-    "common/pdserve_common/request_validation.py": "ages and timeouts of the wire",
-    "common/pdserve_common/tracing.py": "what lies between two clocks of the machine",
+    "common/pdserve_common/types/engine.py": "when a value was made, if nobody says it",
+    "common/pdserve_common/processes/followed.py": "files of the machine",
+    "common/pdserve_common/observability/load_log.py": "a log",
+    "common/pdserve_common/metrics/server.py": "sockets of Prometheus",
+    "common/pdserve_common/limits/request_validation.py": "ages and timeouts of the wire",
+    "common/pdserve_common/observability/tracing.py": "what lies between two clocks of the machine",
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
     "common/pdserve_common/runtime.py": "what is handed in",
-    "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",
-    "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
-    "engine/pdserve_engine/models/loader.py": "the start of a process, its log",
-    "router/pdserve_router/api/edge_processes.py": "processes of the machine",
-    "router/pdserve_router/api/grpc_service.py": "when a request came",
-    "router/pdserve_router/api/openai_endpoints.py": "when a request came",
-    "router/pdserve_router/requests/generation_request.py": "when a value was made, likewise",
-    "router/pdserve_router/requests/request_log.py": "a log",
+    "engine/pdserve_engine/assemble.py": "the start of a process, its log",
+    "engine/pdserve_engine/kv_transfer/transport/pool_check.py": "the start of a process",
+    "engine/pdserve_engine/models/weights/loader.py": "the start of a process, its log",
+    "router/pdserve_router/api/edge/processes.py": "processes of the machine",
+    "router/pdserve_router/api/grpc/service.py": "when a request came",
+    "router/pdserve_router/api/openai/endpoints.py": "when a request came",
+    "router/pdserve_router/requests/input/generation_request.py": "when a value was made, likewise",
+    "router/pdserve_router/requests/records/request_log.py": "a log",
     "worker/pdserve_worker/self_check.py": "the start of a process, its log",
 }
 
@@ -120,14 +124,14 @@ POLICY = (
     "router/pdserve_router/workers/",
 )
 NO_POLICY = {
-    "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
-    "router/pdserve_router/requests/input_processor.py": "ids that clients cannot guess",
-    "router/pdserve_router/requests/request_log.py": "a log",
-    "router/pdserve_router/requests/request_sizes.py": "seeds that clients cannot guess",
-    "router/pdserve_router/workers/attach_client.py": "a stream to a worker",
-    "router/pdserve_router/workers/control_client.py": "calls to a worker",
+    "engine/pdserve_engine/kv_transfer/transport/pool_check.py": "the start of a process",
+    "router/pdserve_router/requests/input/input_processor.py": "ids that clients cannot guess",
+    "router/pdserve_router/requests/records/request_log.py": "a log",
+    "router/pdserve_router/requests/input/request_sizes.py": "seeds that clients cannot guess",
+    "router/pdserve_router/workers/clients/attach_client.py": "a stream to a worker",
+    "router/pdserve_router/workers/clients/control_client.py": "calls to a worker",
     "router/pdserve_router/workers/discovery.py": "names and files",
-    "router/pdserve_router/workers/tensor_client.py": "calls to a worker",
+    "router/pdserve_router/workers/clients/tensor_client.py": "calls to a worker",
 }
 # Modules there that cannot be imported without gRPC, torch or NIXL, which policy does without.
 WITH_LIBRARIES = {
@@ -136,10 +140,10 @@ WITH_LIBRARIES = {
     "engine/pdserve_engine/kv/kv_cache.py": "memory of a device",
     "engine/pdserve_engine/kv/memory.py": "memory of a device",
     "engine/pdserve_engine/kv_transfer/compatibility.py": "what a model computes in",
-    "engine/pdserve_engine/kv_transfer/cuda_ipc.py": "memory of a device",
-    "engine/pdserve_engine/kv_transfer/nixl": "NIXL",
-    "engine/pdserve_engine/kv_transfer/reads.py": "NIXL",
-    "router/pdserve_router/workers/worker_client.py": "a link to a worker, over gRPC",
+    "engine/pdserve_engine/kv_transfer/transport/cuda_ipc.py": "memory of a device",
+    "engine/pdserve_engine/kv_transfer/transport/nixl": "NIXL",
+    "engine/pdserve_engine/kv_transfer/transport/nixl_reads.py": "NIXL",
+    "router/pdserve_router/workers/clients/worker_client.py": "a link to a worker, over gRPC",
 }
 LIBRARIES = ("grpc", "torch", "nixl", "nixl_cu13")
 IMPORT_WITHOUT = """
@@ -166,7 +170,7 @@ STARTS_PROCESSES = {
 REQUESTS = "engine/pdserve_engine/request"
 WRITERS = {
     RequestProgress: (f"{REQUESTS}/progress.py",),
-    Handoff: (f"{REQUESTS}/handoff.py", "engine/pdserve_engine/core/remote_decode.py"),
+    Handoff: (f"{REQUESTS}/handoff.py", "engine/pdserve_engine/core/handoff/remote_decode.py"),
     RequestDrafts: (f"{REQUESTS}/drafts.py", "engine/pdserve_engine/core/results.py"),
 }
 
@@ -384,8 +388,7 @@ def test_only_its_own_modules_write_a_part_of_a_request() -> None:
 def test_only_the_edges_touch_generated_code() -> None:
     wrong = []
     for package, path in modules():
-        is_edge = path.parent.name == "wire" or path.name in ("process.py", "server.py")
-        is_edge = is_edge or path.stem.startswith("grpc_")
+        is_edge = path.parent.name in ("wire", "grpc") or path.name in ("process.py", "server.py")
         is_edge = is_edge or path.stem.endswith(("service", "client"))
         if is_edge or package == "pdserve_client":
             continue
@@ -393,6 +396,15 @@ def test_only_the_edges_touch_generated_code() -> None:
             if name.startswith("pdserve.v1"):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_folder_has_at_most_fifteen_modules() -> None:
+    rooms = collections.Counter(
+        path.parent.relative_to(ROOT) for _, path in modules() if path.name != "__init__.py"
+    )
+    assert not {
+        str(folder): count for folder, count in rooms.items() if count > MODULES_IN_A_FOLDER
+    }
 
 
 @pytest.mark.parametrize("root", sorted(root for root, _ in PACKAGES.values()))

@@ -63,11 +63,11 @@ WORKER = "worker/pdserve_worker"
 AREAS = {
     "scheduler": Area(
         (
-            f"{ENGINE}/core/*.py",
+            f"{ENGINE}/core/**/*.py",
             f"{ENGINE}/request/*.py",
             f"{ENGINE}/kv/block_pool.py",
             f"{ENGINE}/kv/kv_cache_manager.py",
-            f"!{ENGINE}/core/remote_*.py",
+            f"!{ENGINE}/core/handoff/remote_*.py",
             f"!{ENGINE}/core/dump.py",
         ),
         (
@@ -97,11 +97,14 @@ AREAS = {
     ),
     "handoff": Area(
         (
-            f"{ENGINE}/kv_transfer/*.py",
-            f"{ENGINE}/core/remote_*.py",
-            f"{WORKER}/kv_link*.py",
+            f"{ENGINE}/kv_transfer/**/*.py",
+            f"{ENGINE}/core/handoff/remote_*.py",
+            f"{WORKER}/kv_link/*.py",
             "common/pdserve_common/wire/kv_link.py",
-            *(f"!{ENGINE}/kv_transfer/{name}.py" for name in ("cuda_ipc", "net_devices", "rdma")),
+            *(
+                f"!{ENGINE}/kv_transfer/transport/{name}.py"
+                for name in ("cuda_ipc", "net_devices", "rdma")
+            ),
         ),
         (
             "kv_transfer/**/test_*.py",
@@ -115,8 +118,8 @@ AREAS = {
     ),
     "router": Area(
         (
-            f"{ROUTER}/requests/*.py",
-            f"{ROUTER}/workers/*.py",
+            f"{ROUTER}/requests/**/*.py",
+            f"{ROUTER}/workers/**/*.py",
             f"{ROUTER}/router.py",
         ),
         (
@@ -139,33 +142,38 @@ AREAS = {
         ),
     ),
     "lora": Area(
-        (f"{ENGINE}/lora/*.py", f"{ENGINE}/core/adapters.py", f"{ENGINE}/runner/adapter*.py"),
+        (
+            f"{ENGINE}/lora/*.py",
+            f"{ENGINE}/core/features/adapters.py",
+            f"{ENGINE}/runner/run/adapter*.py",
+        ),
         ("engine/lora/test_*.py",),
     ),
     "speculation": Area(
         (
             f"{ENGINE}/spec_decode/*.py",
-            f"{ENGINE}/core/draft*.py",
-            f"{ENGINE}/runner/draft*.py",
+            f"{ENGINE}/core/features/draft*.py",
+            f"{ENGINE}/runner/draft/*.py",
         ),
         ("engine/spec_decode/test_*.py", "engine/test_draft*.py", "engine/test_grammar_drafts.py"),
     ),
     "ranks": Area(
         (
             f"{ENGINE}/executor/*.py",
-            f"{ENGINE}/runner/sharded_head.py",
+            f"{ENGINE}/runner/sample/sharded_head.py",
             f"{ENGINE}/runner/rank_*.py",
+            f"{ENGINE}/runner/sample/rank_*.py",
         ),
         ("engine/test_ranks.py", "engine/test_*_executor.py", "engine/test_step_sockets.py"),
         elsewhere=("engine/test_multiproc_executor.py", "engine/test_parallel_models.py"),
     ),
     "grammar": Area(
-        (f"{ENGINE}/grammar/*.py", f"{ENGINE}/core/waiting_for_fsm.py"),
+        (f"{ENGINE}/grammar/*.py", f"{ENGINE}/core/features/waiting_for_fsm.py"),
         ("engine/grammar/test_*.py", "engine/test_waiting_for_fsm.py"),
         elsewhere=("engine/grammar/test_compiler.py", "engine/grammar/test_manager.py"),
     ),
     "cuda": Area(
-        (f"{ENGINE}/runner/cuda_*.py", f"{ENGINE}/runner/device_sampler.py"),
+        (f"{ENGINE}/runner/run/cuda_*.py", f"{ENGINE}/runner/sample/device_sampler.py"),
         ("engine/test_cuda_*.py",),
         is_interpreted=True,
     ),

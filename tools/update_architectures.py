@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pdserve_engine.models.config import FAMILIES, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
-from pdserve_engine.models.transformers_config import refuse_unsupported
+from pdserve_engine.models.transformers_backend.config import refuse_unsupported
+from pdserve_engine.models.transformers_backend.model import CHECKED_ARCHITECTURES
 
 DOC = Path(__file__).parents[1] / "docs" / "architectures.md"
 # Names that config classes have for the same; each gets those that it knows.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from pdserve_common.metric_buckets import TOKEN_BUCKETS, TTFT_BUCKETS
+from pdserve_common.metrics.buckets import TOKEN_BUCKETS, TTFT_BUCKETS
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig

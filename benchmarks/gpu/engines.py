@@ -17,15 +17,15 @@ from gpu.measure import seconds
 from gpu.shapes import WEIGHT_STD, Shape
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import load_engine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.assemble import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.llama_weights import weight_shapes
-from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.registry import read_model_config
+from pdserve_engine.models.weights.llama import weight_shapes
+from pdserve_engine.models.weights.loader import Checkpoint
 
 
 class BenchEngine:

@@ -20,12 +20,12 @@ from gpu.bench import Bench, last_lines
 from gpu.measure import seconds
 from gpu.shapes import BLOCK_SIZE, Shape
 
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
+from pdserve_common.types.kv import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
-from pdserve_engine.kv_transfer.factory import make_transport
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.transport.factory import make_transport
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
 
 # Until a process has started, or has read blocks ten times.
 ANSWER_S = 60.0

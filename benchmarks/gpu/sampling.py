@@ -79,8 +79,8 @@ def _staged(logits: torch.Tensor, batch: SamplingBatch) -> Call:
     """Return a call that samples with the batch on the device already, as in the graphs of engines:
     a graph cannot have its copy out of memory that is pinned for the time of the call.
     """
-    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
-    from pdserve_kernels.triton.sampling import sample_staged
+    from pdserve_kernels.triton.sampling.device_batch import DeviceSamplingBatch, has_filter
+    from pdserve_kernels.triton.sampling.sample import sample_staged
 
     staged = DeviceSamplingBatch.stage(batch, logits.device)
     is_filtered = has_filter(batch, logits.shape[1])

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.run.model_runner import ModelRunner
 
 
 def install() -> None:

@@ -1,6 +1,6 @@
 """The `pdserve` command: up, run, generate, embed, bench, advise, ctl."""
 
-import pdserve_common.grpc_verbosity  # noqa: F401
+import pdserve_common.rpc.grpc_verbosity  # noqa: F401
 
 # isort: split
 import argparse
@@ -24,12 +24,12 @@ from pdserve_client.config import StackConfig, api_key, tls_of
 from pdserve_client.ctl import add_ctl_flags, run_ctl
 from pdserve_client.stack import POLL_S, Stack, StackError
 from pdserve_client.waterfall import format_waterfall
-from pdserve_common.addresses import join_address
 from pdserve_common.config import add_config_flags, build_config
-from pdserve_common.model_folder import find_model, is_hub_id
-from pdserve_common.pooling_params import EMBED, PoolingTask
-from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.model_files.model_folder import find_model, is_hub_id
+from pdserve_common.processes.restarts import MAX_RESTARTS, WINDOW_S
+from pdserve_common.rpc.addresses import join_address
+from pdserve_common.types.pooling_params import EMBED, PoolingTask
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_common.version import VERSION
 
 DEFAULT_PROMPT = "Tell me a story."

@@ -18,8 +18,8 @@ from pdserve_client.advisor.trace import Trace, TraceRequest, read_trace
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import api_key, tls_of
 from pdserve_common.config import add_config_flags
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tls import TlsConfig
+from pdserve_common.rpc.tls import TlsConfig
+from pdserve_common.types.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 # Below it most tokenizers have their special tokens.

@@ -20,10 +20,10 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.attempts import Attempts
 from pdserve_client.resumable_answer import ResumableAnswer
-from pdserve_common.pooling_params import EMBED, PoolingParams
-from pdserve_common.rpc import open_blocking_channel, open_channel
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tls import Tls
+from pdserve_common.rpc.channels import open_blocking_channel, open_channel
+from pdserve_common.rpc.tls import Tls
+from pdserve_common.types.pooling_params import EMBED, PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_common.wire import to_proto
 
 # Text, a chat as mappings with the fields of ChatMessage, or token ids. A message that shows

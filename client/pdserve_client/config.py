@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdserve_common.config import ENV_PREFIX, LogLevel, Transport, build_config, opt
-from pdserve_common.cores import parse_cores
-from pdserve_common.tls import Tls, TlsConfig
-from pdserve_common.tracing_config import check_endpoint, endpoint_opt
+from pdserve_common.observability.tracing_config import check_endpoint, endpoint_opt
+from pdserve_common.processes.cores import parse_cores
+from pdserve_common.rpc.tls import Tls, TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_client.config import tls_of
 from pdserve_common.config import add_config_flags
-from pdserve_common.engine_types import EngineInfo, PauseMode, SchedulerStats
-from pdserve_common.rpc import open_blocking_channel
-from pdserve_common.tls import TlsConfig
-from pdserve_common.verbs import MAX_SLEEP_LEVEL, SLEEP_TAGS
+from pdserve_common.rpc.channels import open_blocking_channel
+from pdserve_common.rpc.tls import TlsConfig
+from pdserve_common.types.engine import EngineInfo, PauseMode, SchedulerStats
+from pdserve_common.types.verbs import MAX_SLEEP_LEVEL, SLEEP_TAGS
 from pdserve_common.wire import from_proto
 
 DEFAULT_TIMEOUT_S = 60.0

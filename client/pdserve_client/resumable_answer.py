@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.attempts import Attempts
-from pdserve_common.validation import DRAWN_SEED_BITS
+from pdserve_common.limits.validation import DRAWN_SEED_BITS
 
 
 @dataclass(slots=True)

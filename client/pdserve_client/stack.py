@@ -25,13 +25,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
-from pdserve_common.addresses import join_address
 from pdserve_common.config import ENV_PREFIX
-from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
-from pdserve_common.model_folder import model_name, pools
-from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S, Restarts
-from pdserve_common.rpc import open_blocking_channel
-from pdserve_common.tls import Tls, TlsConfig
+from pdserve_common.model_files.model_folder import model_name, pools
+from pdserve_common.processes.cores import (
+    cpu_limit,
+    format_cores,
+    parse_cores,
+    share_cores,
+    usable_cores,
+)
+from pdserve_common.processes.restarts import MAX_RESTARTS, WINDOW_S, Restarts
+from pdserve_common.rpc.addresses import join_address
+from pdserve_common.rpc.channels import open_blocking_channel
+from pdserve_common.rpc.tls import Tls, TlsConfig
 
 POLL_S = 0.1
 # What a process has for its end beside its drain, before it is killed: a router for the last

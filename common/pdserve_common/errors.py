@@ -4,7 +4,7 @@ a status.
 
 from typing import ClassVar
 
-from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
+from pdserve_common.types.engine import EngineError, ErrorCode, ErrorFault
 
 
 class PdserveError(Exception):

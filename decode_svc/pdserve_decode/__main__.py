@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Sequence
 
-import pdserve_common.grpc_verbosity  # noqa: F401
+import pdserve_common.rpc.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
-from pdserve_common.rpc import open_channel
+from pdserve_common.rpc.channels import open_channel
 from pdserve_decode.config import DecodeConfig
 from pdserve_engine.clients.launch import launch_engine
-from pdserve_worker.kv_links import carry_links
+from pdserve_worker.kv_link.links import carry_links
 from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 

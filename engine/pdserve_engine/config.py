@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdserve_common.config import Transport, opt, parse_named_paths
-from pdserve_common.cores import parse_cores
-from pdserve_common.hub_path import HubPath, is_hub_path
+from pdserve_common.model_files.hub_path import HubPath, is_hub_path
+from pdserve_common.processes.cores import parse_cores
 from pdserve_engine.combinations import check_combination, features_of
 
 Device = Literal["cpu", "cuda"]

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import uvloop
 
-import pdserve_common.grpc_verbosity  # noqa: F401
+import pdserve_common.rpc.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config, warn_of_unknown_variables
-from pdserve_common.logging import setup_logging
-from pdserve_common.model_folder import find_model
-from pdserve_router.api.no_torch import hide_torch
+from pdserve_common.model_files.model_folder import find_model
+from pdserve_common.observability.logging import setup_logging
+from pdserve_router.api.edge.no_torch import hide_torch
 from pdserve_router.config import RouterConfig
 from pdserve_router.processes import run_processes
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _run(config: RouterConfig) -> None:
-    from pdserve_router.api.edge_processes import EdgeSettings, fork_template
+    from pdserve_router.api.edge.processes import EdgeSettings, fork_template
     from pdserve_router.server import serve
 
     template = fork_template(EdgeSettings.from_config(config))

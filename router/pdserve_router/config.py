@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve_common.config import LogLevel, Transport, opt
-from pdserve_common.model_folder import is_hub_id, model_name
-from pdserve_common.tls import TlsConfig
-from pdserve_common.tracing_config import check_endpoint, endpoint_opt
-from pdserve_common.validation import MAX_TIMEOUT_S
+from pdserve_common.limits.validation import MAX_TIMEOUT_S
+from pdserve_common.model_files.model_folder import is_hub_id, model_name
+from pdserve_common.observability.tracing_config import check_endpoint, endpoint_opt
+from pdserve_common.rpc.tls import TlsConfig
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE
-from pdserve_router.requests.request_limits import MAX_PICTURES
+from pdserve_router.requests.input.request_limits import MAX_PICTURES
+from pdserve_router.workers.clients.held_tensors import DEFAULT_MAX_BYTES
 from pdserve_router.workers.discovery import SOURCES, parse_sources
-from pdserve_router.workers.held_tensors import DEFAULT_MAX_BYTES
-from pdserve_router.workers.prefix_policy import RoutingWeights
-from pdserve_router.workers.route_chooser import RoutingRules
-from pdserve_router.workers.routing_policy import ROUTING_POLICIES
+from pdserve_router.workers.routing.prefix_policy import RoutingWeights
+from pdserve_router.workers.routing.route_chooser import RoutingRules
+from pdserve_router.workers.routing.routing_policy import ROUTING_POLICIES
 
 # More than a machine has cores for.
 MAX_WORKERS = 256

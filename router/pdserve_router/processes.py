@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from pdserve_common.processes.lifecycle import die_with_parent
-from pdserve_common.restarts import MAX_RESTARTS, WINDOW_S, Restarts
+from pdserve_common.processes.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_router.config import RouterConfig
 
 logger = logging.getLogger(__name__)

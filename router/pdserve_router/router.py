@@ -6,39 +6,39 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import get_args
 
-from pdserve_common.engine_types import ErrorCode, Generate, Pool
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
-from pdserve_common.load_log import LoadLog
-from pdserve_common.logging import request_id_var
-from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
+from pdserve_common.metrics.services import FINISH_REASONS, RouterMetrics, begin, total
+from pdserve_common.observability.load_log import LoadLog
+from pdserve_common.observability.logging import request_id_var
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import ErrorCode, Generate, Pool
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
-from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
+from pdserve_router.requests.input.input_processor import InputProcessor, ProcessedInput
+from pdserve_router.requests.input.request_limits import max_request_bytes
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.outputs import Ending
+from pdserve_router.requests.output.outputs import Ending
 from pdserve_router.requests.parent_request import ParentRequest
-from pdserve_router.requests.part_places import PartPlaces
 from pdserve_router.requests.pooling_request import PoolingRequest
-from pdserve_router.requests.quotas import Admission, Quotas, Reservation
-from pdserve_router.requests.redrive import REDRIVE_REASONS, TICK_S, RedriveQueue
-from pdserve_router.requests.request_limits import max_request_bytes
-from pdserve_router.requests.request_log import note_taken, put_in_trace
-from pdserve_router.requests.request_metrics import (
+from pdserve_router.requests.records.request_log import note_taken, put_in_trace
+from pdserve_router.requests.records.request_metrics import (
     RequestMetrics,
     observe_end,
     observe_first_token,
 )
+from pdserve_router.requests.redrive import REDRIVE_REASONS, TICK_S, RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
-from pdserve_router.requests.tenant import tenant_var
-from pdserve_router.requests.tenant_account import RateLimitError
+from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.quotas import Admission, Quotas, Reservation
+from pdserve_router.requests.tenants.tenant import tenant_var
+from pdserve_router.requests.tenants.tenant_account import RateLimitError
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import (
+from pdserve_router.workers.routing.route_chooser import (
     AnyRoute,
     LocalReason,
     Route,

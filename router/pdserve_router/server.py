@@ -13,45 +13,45 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from pdserve_common import defects
-from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
-from pdserve_common.metrics import BuildMetrics, LimitMetrics, RouterMetrics
-from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.limits.receive_guard import ReceiveGuard
+from pdserve_common.limits.receive_slots import ReceiveLimits, ReceivePlaces
+from pdserve_common.metrics.server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.metrics.services import BuildMetrics, LimitMetrics, RouterMetrics
+from pdserve_common.observability import defects
+from pdserve_common.observability.tracing_config import open_tracing
 from pdserve_common.processes.child import ChildProcess
-from pdserve_common.receive_guard import ReceiveGuard
-from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
-from pdserve_common.rpc import RpcServer, open_channel
+from pdserve_common.processes.descriptors import raise_descriptor_limit, share_descriptors
+from pdserve_common.rpc.channels import RpcServer, open_channel
 from pdserve_common.runtime import Runtime
-from pdserve_common.tokenizer_digest import tokenizer_digest
-from pdserve_common.tracing_config import open_tracing
+from pdserve_common.tokens.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
-from pdserve_router.api.body_guard import BodyGuard
-from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
-from pdserve_router.api.grpc_request_log import GrpcRequestLog
-from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
-from pdserve_router.api.host_guard import HostGuard
-from pdserve_router.api.http_body import BODY_TIMEOUT_S
-from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
-from pdserve_router.api.http_server import HttpServer
-from pdserve_router.api.openai_http import build_app
-from pdserve_router.api.write_queue import WriteQueue
+from pdserve_router.api.edge.processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.grpc.request_log import GrpcRequestLog
+from pdserve_router.api.grpc.service import SERVICE_NAME, InferenceService
+from pdserve_router.api.http.app import build_app
+from pdserve_router.api.http.body import BODY_TIMEOUT_S
+from pdserve_router.api.http.body_guard import BodyGuard
+from pdserve_router.api.http.connections import NUM_REFUSING, ConnectionLimits, Connections
+from pdserve_router.api.http.host_guard import HostGuard
+from pdserve_router.api.http.server import HttpServer
+from pdserve_router.api.http.write_queue import WriteQueue
 from pdserve_router.config import RouterConfig
-from pdserve_router.requests.fair_queue import FairQueue
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.pictures import RequestPictures
-from pdserve_router.requests.quotas import Quotas, no_limits
-from pdserve_router.requests.request_log import HttpRequestLog, RequestLog
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.input.pictures import RequestPictures
+from pdserve_router.requests.records.request_log import HttpRequestLog, RequestLog
+from pdserve_router.requests.tenants.fair_queue import FairQueue
+from pdserve_router.requests.tenants.quotas import Quotas, no_limits
 from pdserve_router.router import Router
 from pdserve_router.text.picture_processor import PictureProcessor
 from pdserve_router.text.served_model import ServedModel, labels_of
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
-from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
-from pdserve_router.workers.control_client import ControlClient
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.clients.attach_client import LinkTimings
+from pdserve_router.workers.clients.control_client import ControlClient
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from pdserve_client.advisor.routing import RoutingRules, decode_cost, prefill_co
 from pdserve_client.advisor.simulator import Simulation, Split
 from pdserve_client.advisor.trace import Trace, TraceRequest
 from pdserve_client.advisor.worker_model import Leg
-from pdserve_common.engine_types import SchedulerStats
 from pdserve_common.runtime import Runtime
-from pdserve_router.workers import prefix_policy, routing_policy
-from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
+from pdserve_common.types.engine import SchedulerStats
+from pdserve_router.workers.routing import prefix_policy, routing_policy
+from pdserve_router.workers.routing.prefix_policy import PrefixRouting, RoutingWeights
 from support.advisor import LIMITS, a_profile
 
 

@@ -14,8 +14,8 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client import attempts, resumable_answer
 from pdserve_client.client import AsyncClient, Client, build_request
-from pdserve_common.rpc import server_options
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.rpc.channels import server_options
+from pdserve_common.types.sampling_params import SamplingParams
 from support.refusals import refused
 
 NUM_TOKENS = 6

@@ -9,12 +9,12 @@ import pytest
 from pdserve_client import stack as stacks
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import ServiceProcess, Stack, StackError
-from pdserve_common import tracing
-from pdserve_common.cores import share_cores
-from pdserve_common.model_folder import pools
-from pdserve_common.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
+from pdserve_common.model_files.model_folder import pools
+from pdserve_common.observability import tracing
+from pdserve_common.processes.cores import share_cores
+from pdserve_common.processes.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_engine.clients.inproc import HAND_BACK_TIMEOUT_S
-from pdserve_router.api.http_server import CUT_TIMEOUT_S
+from pdserve_router.api.http.server import CUT_TIMEOUT_S
 from pdserve_router.server import CLOSE_GRACE_S
 from pdserve_worker.process import ENGINE_CLOSE_TIMEOUT_S, STOP_GRACE_S
 from support.clock import Clock

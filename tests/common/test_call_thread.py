@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve_common.call_thread import CallThread
-from pdserve_common.defects import DEFECTS
+from pdserve_common.observability.defects import DEFECTS
+from pdserve_common.processes.call_thread import CallThread
 from support.metrics import value
 
 TIMEOUT_S = 60

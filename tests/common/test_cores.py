@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.cores import (
+from pdserve_common.processes.cores import (
     confine_process,
     cpu_limit,
     format_cores,

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import defects
-from pdserve_common.defects import DEFECTS, LOOPS
-from pdserve_common.liveness import keep_calling
+from pdserve_common.observability import defects
+from pdserve_common.observability.defects import DEFECTS, LOOPS
+from pdserve_common.rpc.liveness import keep_calling
 from support.metrics import value
 from support.waiting import until
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common import followed
-from pdserve_common.followed import Followed
+from pdserve_common.processes import followed
+from pdserve_common.processes.followed import Followed
 
 
 class Reader:

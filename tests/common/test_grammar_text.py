@@ -7,8 +7,8 @@ import re
 import pytest
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from support.samples import seeds
 from support.schemas import Judge
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.model_folder import model_name
+from pdserve_common.model_files.model_folder import model_name
 from support.hub import FakeHub
 from support.samples import sampled
 
 FIND = """
 import json, sys
-from pdserve_common.model_folder import find_model
+from pdserve_common.model_files.model_folder import find_model
 try:
     print(find_model(sys.argv[1], **json.loads(sys.argv[2])))
 except ValueError as error:

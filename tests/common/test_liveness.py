@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve_common.liveness import AwakeClock, sleep_awake
+from pdserve_common.rpc.liveness import AwakeClock, sleep_awake
 
 
 class World:

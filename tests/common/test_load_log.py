@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdserve_common.load_log import LoadLog
-from pdserve_common.metrics import total
+from pdserve_common.metrics.services import total
+from pdserve_common.observability.load_log import LoadLog
 
 
 class Process:
@@ -22,7 +22,7 @@ class Process:
         self.timers: list[Callable[[], None]] = []
         self.log = LoadLog(lambda: {"tokens": self.num_tokens}, self.report)
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("pdserve_common.load_log.time", clock)
+        monkeypatch.setattr("pdserve_common.observability.load_log.time", clock)
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", self.call_later)
 
     def call_later(self, delay_s: float, then: Callable[[], None]) -> object:

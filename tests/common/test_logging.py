@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_common.logging import log_request, make_formatter, request_id_var, setup_logging
+from pdserve_common.observability.logging import (
+    log_request,
+    make_formatter,
+    request_id_var,
+    setup_logging,
+)
 
 logger = logging.getLogger("pdserve_test")
 

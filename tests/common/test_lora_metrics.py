@@ -5,8 +5,8 @@ import weakref
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import lora_metrics
-from pdserve_common.lora_metrics import MAX_SHOWN, OTHER, RouterLoraMetrics
+from pdserve_common.metrics import lora as lora_metrics
+from pdserve_common.metrics.lora import MAX_SHOWN, OTHER, RouterLoraMetrics
 
 NAME = "pdserve_lora_requests_total"
 

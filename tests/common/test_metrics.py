@@ -12,14 +12,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from pdserve_common import defects, metrics
-from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
-from pdserve_common.figures import figures_of
-from pdserve_common.kv_offload_metrics import KVOffloadMetrics
-from pdserve_common.limits import LIMITS
-from pdserve_common.metrics_server import MetricsServer
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tracing_metrics import TracingMetrics
+from pdserve_common.limits.names import LIMITS
+from pdserve_common.metrics import services as metrics
+from pdserve_common.metrics.figures import figures_of
+from pdserve_common.metrics.kv_offload import KVOffloadMetrics
+from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.metrics.tracing import TracingMetrics
+from pdserve_common.observability import defects
+from pdserve_common.types.engine import DraftStats, EngineCoreOutput, SchedulerStats
 from pdserve_engine.clients.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -89,7 +90,7 @@ def test_a_process_says_when_it_was_started_before_it_has_anything_else_to_say()
 
 
 def test_the_waterfalls_stages_are_documented() -> None:
-    from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+    from pdserve_router.requests.records.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 
     text = DOCS.read_text()
     assert " + ".join(TTFT_STAGES) in text
@@ -187,7 +188,7 @@ def test_drafts_are_counted_by_source_and_place() -> None:
 async def test_a_worker_logs_its_load(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pdserve_common.load_log.INTERVAL_S", 0.05)
+    monkeypatch.setattr("pdserve_common.observability.load_log.INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO)
     record = EngineStatsRecorder(metrics.EngineMetrics(CollectorRegistry()))
     stats = SchedulerStats(

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import metrics_server
-from pdserve_common.limits import MADE_ROOM, SLOW_HEADERS
-from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.limits.names import MADE_ROOM, SLOW_HEADERS
+from pdserve_common.metrics import server as metrics_server
+from pdserve_common.metrics.server import MAX_METRICS_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.model_folder import find_model, is_hub_id, model_name
+from pdserve_common.model_files.model_folder import find_model, is_hub_id, model_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

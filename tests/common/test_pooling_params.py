@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from pdserve_common import engine_types as types
-from pdserve_common.capabilities import Capabilities
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import (
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.limits.validation import (
     PROBE_PRIORITY,
     validate_pooling_params,
     validate_sampling_params,
 )
+from pdserve_common.types import engine as types
+from pdserve_common.types.capabilities import Capabilities
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.engine_info import make_info
 
 INFO = make_info(

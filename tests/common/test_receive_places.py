@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve_common.errors import OverloadedError
-from pdserve_common.limits import MADE_ROOM, TOO_MANY_MESSAGES
-from pdserve_common.receive_places import Place, ReceiveLimits, ReceivePlaces
+from pdserve_common.limits.names import MADE_ROOM, TOO_MANY_MESSAGES
+from pdserve_common.limits.receive_slots import Place, ReceiveLimits, ReceivePlaces
 
 LIMITS = ReceiveLimits(
     num_places=4,

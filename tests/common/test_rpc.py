@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import rpc
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.metrics_server import MetricsServer
-from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer, end_call
+from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.rpc import channels as rpc
+from pdserve_common.rpc.channels import LIVENESS_SERVICE, RpcServer, end_call
 from support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

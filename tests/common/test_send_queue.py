@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve_common.send_queue import SendQueue
+from pdserve_common.rpc.send_queue import SendQueue
 
 
 async def test_what_does_not_fit_closes_the_queue_and_says_so() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import (
     MAX_TEXT_BYTES,
     schema,
@@ -24,6 +23,7 @@ from pdserve_common.structured.accepted import (
     StructuralTags,
 )
 from pdserve_common.structured.formats import PATTERNS
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from support.samples import seeds
 from support.schema_cases import CASES, REFUSALS
 from support.schemas import Judge

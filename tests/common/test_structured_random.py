@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from support.samples import sampled, seeds
 from support.schemas import Judge, RandomSchemas, closed, dump
 

@@ -8,8 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from support.schema_cases import CASES, REFUSALS, Case, Refusal
 from support.schemas import Judge, dump
 

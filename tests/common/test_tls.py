@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer, open_channel
-from pdserve_common.tls import Tls, TlsConfig
+from pdserve_common.rpc.channels import LIVENESS_SERVICE, RpcServer, open_channel
+from pdserve_common.rpc.tls import Tls, TlsConfig
 from pdserve_worker.config import WorkerConfig
 
 WORKER_NAMES = "IP:127.0.0.1,DNS:worker"

@@ -8,8 +8,8 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.tracing import Tracing
-from pdserve_common.tracing_config import check_endpoint, open_tracing
+from pdserve_common.observability.tracing import Tracing
+from pdserve_common.observability.tracing_config import check_endpoint, open_tracing
 from support.otlp import Collector
 from support.waiting import wait_until
 
@@ -170,7 +170,7 @@ def test_an_endpoint_without_the_libraries_names_the_extra() -> None:
     script = """
 import sys
 from prometheus_client import CollectorRegistry
-from pdserve_common.tracing_config import open_tracing
+from pdserve_common.observability.tracing_config import open_tracing
 sys.modules["opentelemetry"] = None
 try:
     open_tracing("http://c:4317", CollectorRegistry(), service="s", instance="i")

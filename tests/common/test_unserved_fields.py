@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from pdserve_common import engine_types as types
-from pdserve_common.capabilities import Capabilities, check_served
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.validation import validate_sampling_params
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.limits.validation import validate_sampling_params
+from pdserve_common.types import engine as types
+from pdserve_common.types.capabilities import Capabilities, check_served
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from support.engine_info import make_info
 
 INFO = make_info()

@@ -9,24 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve_common import wire
-from pdserve_common.capabilities import Capabilities
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    Generate,
-    KVPrefixSource,
-    KVTransferParams,
-    LogprobsLists,
-)
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.rpc import MAX_MESSAGE_BYTES
-from pdserve_common.sampling_params import (
-    EarlyStopping,
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from pdserve_common.validation import (
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.limits.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
     MAX_REPETITION_PENALTY,
     MAX_TIMEOUT_S,
@@ -35,6 +20,21 @@ from pdserve_common.validation import (
     validate_choice,
     validate_prompt_logprobs,
     validate_sampling_params,
+)
+from pdserve_common.rpc.channels import MAX_MESSAGE_BYTES
+from pdserve_common.types.capabilities import Capabilities
+from pdserve_common.types.engine import (
+    EngineCoreRequest,
+    Generate,
+    KVPrefixSource,
+    KVTransferParams,
+    LogprobsLists,
+)
+from pdserve_common.types.sampling_params import (
+    EarlyStopping,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
 )
 from support.engine_info import make_info
 

@@ -8,11 +8,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRARequest
 from pdserve_common.processes.calls import Call
-from pdserve_common.verbs import (
+from pdserve_common.types.engine import PauseMode
+from pdserve_common.types.lora import LoadedLoRA, LoRAAdapter, LoRARequest
+from pdserve_common.types.verbs import (
     VERBS,
     AddLora,
     ListLoras,

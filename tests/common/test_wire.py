@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common import engine_types as types
-from pdserve_common import kv_types, wire
+from pdserve_common import wire
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.validation import validate_sampling_params
+from pdserve_common.limits.validation import validate_sampling_params
+from pdserve_common.types import engine as types
+from pdserve_common.types import kv as kv_types
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.wire import codec
 
 # What time.monotonic() says while generated values cross. Seconds are multiples of 1/8: nanoseconds

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import LogprobsLists
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.runner.cuda_stepper import CudaStepper
+from pdserve_common.types.engine import LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.runner.run.cuda_stepper import CudaStepper
 from pdserve_kernels.groups import Group
 from support.cuda_traffic import any_text, launches_of, recorded_launches
 from support.interpreted import (

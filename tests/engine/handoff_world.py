@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import KVTransferError
+from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -25,8 +28,7 @@ from pdserve_common.engine_types import (
     Generate,
     KVTransferParams,
 )
-from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
+from pdserve_common.types.kv import (
     KVEndpoint,
     KVGroup,
     KVGroupKind,
@@ -36,9 +38,7 @@ from pdserve_common.kv_types import (
     KVRankEndpoint,
     new_epoch,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
@@ -47,9 +47,9 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity, KVTransport, ReadResult
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.links import KVLink
-from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.connectors.links import KVLink
+from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.drafts import MixedProposer, lengths_chosen_by
 from support.handoff import Wire

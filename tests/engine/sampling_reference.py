@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 
 def adjusted(

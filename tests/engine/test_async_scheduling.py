@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.types.engine import FinishReason
 from pdserve_engine.core import engine_core
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.load.model_source import ModelSource
 from support.flash_attn import installed, make_flash_attn
 
 

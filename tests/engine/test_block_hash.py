@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.block_hash import ROOT_HASH, has_same_prompt, hash_block
-from pdserve_common.engine_types import MultiModalFeatureSpec, TensorRef
-from pdserve_common.lora_types import LoRARequest
+from pdserve_common.tokens.block_hash import ROOT_HASH, has_same_prompt, hash_block
+from pdserve_common.types.engine import MultiModalFeatureSpec, TensorRef
+from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request

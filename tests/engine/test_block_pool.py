@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.types.kv import KVCacheEvents
 from pdserve_engine.kv.block_pool import BlockPool
 from support.scripted_engine import apply_events, cached_in
 

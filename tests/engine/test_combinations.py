@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pdserve_common.engine_types import Generate, Pool
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.types.engine import Generate, Pool
+from pdserve_common.types.lora import LoRARequest
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.combinations import EXCLUDED, OF_MODELS, Excluded, Feature, features_of
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.features import features_of_model

@@ -18,13 +18,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from pdserve_common.engine_client import EngineState
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
-    PauseMode,
-)
 from pdserve_common.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -33,7 +26,14 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_common.processes.calls import Call
-from pdserve_common.verbs import (
+from pdserve_common.types.engine import (
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    PauseMode,
+)
+from pdserve_common.types.engine_client import EngineState
+from pdserve_common.types.verbs import (
     VERBS,
     ListLoras,
     Pause,
@@ -48,8 +48,9 @@ from pdserve_engine.clients import control as control_client
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.runner import control, model_source
-from pdserve_engine.runner.profiler import StepProfiler
+from pdserve_engine.runner.load import model_source
+from pdserve_engine.runner.operate import control
+from pdserve_engine.runner.operate.profiler import StepProfiler
 from support import engines
 from support.engines import LONG
 from support.steps import slowed_steps
@@ -397,7 +398,7 @@ async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
 def test_a_first_start_loads_no_compiler_and_leaves_no_folder(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from pdserve_engine.runner.profiler import StepProfiler\n"
+        "from pdserve_engine.runner.operate.profiler import StepProfiler\n"
         "profiler = StepProfiler(None, name='p')\n"
         "profiler.start()\n"
         "os._exit('torch._inductor' in sys.modules)"  # without an end

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.adapters import write_adapter
 from support.interpreted import interpreted_kernels, prompt_events
 from support.model_driver import Driver, make_prompt
@@ -251,7 +251,7 @@ def test_a_chunk_of_many_blocks_of_queries_is_computed_whole(
     num_tokens: int,
 ) -> None:
     """In a graph that has room for more requests: programs search for theirs among all of these."""
-    from pdserve_engine.runner import cuda_graphs
+    from pdserve_engine.runner.run import cuda_graphs
 
     monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (num_places,))
     with interpreted_kernels():

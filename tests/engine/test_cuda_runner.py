@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from support.adapters import write_adapter
 from support.flash_attn import installed, make_flash_attn

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from pdserve_engine.runner.draft_kv import DraftKV, Progress
+from pdserve_engine.runner.draft.draft_kv import DraftKV, Progress
 from support.samples import seeds
 
 BLOCK_SIZE = 4

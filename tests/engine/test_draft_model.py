@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     KVTransferParams,
     PauseMode,
 )
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.verbs import Sleep, WakeUp
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.types.verbs import Sleep, WakeUp
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.clients.launch import WorkerEngine
-from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
-from pdserve_engine.runner import kv_sizing
-from pdserve_engine.runner.drafter import Drafter
+from pdserve_engine.runner.draft.drafter import Drafter
+from pdserve_engine.runner.load import kv_sizing
 from pdserve_engine.runner.rank_calls import RestoreKVCache, RestoreWeights, SleepRank
 from support import engines, requests
 from support.answers import Answer, answers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.sched_output import DraftPrefill, SchedulerOutput
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, decode_engine, expected

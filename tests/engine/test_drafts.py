@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from pdserve_common.engine_types import DraftStats, FinishReason
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.core import drafts as core_drafts
+from pdserve_common.types.engine import DraftStats, FinishReason
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.core.features import drafts as core_drafts
 from pdserve_engine.core.step_plan import DECODE, StepPlan
 from pdserve_engine.request.progress import ScheduledTokens
 from pdserve_engine.request.request import Request

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_common.engine_types import MultiModalFeatureSpec, TensorRef
-from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
+from pdserve_common.types.engine import MultiModalFeatureSpec, TensorRef
+from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import CachedRequestData, SchedulerOutput
 from support.requests import held_request

@@ -17,22 +17,22 @@ import pytest_asyncio
 import tokenizers
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
-from pdserve_common.engine_client import EngineState
-from pdserve_common.engine_types import (
-    ErrorCode,
-    FinishReason,
-    PauseMode,
-)
 from pdserve_common.errors import (
     DrainingError,
     EngineDeadError,
     FailedPreconditionError,
     InvalidRequestError,
 )
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
-from pdserve_common.verbs import Pause, Profile, ResetPrefixCache, Resume, Sleep, WakeUp
+from pdserve_common.limits.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.tokens.block_hash import extend_block_hashes, truncated_hashes
+from pdserve_common.types.engine import (
+    ErrorCode,
+    FinishReason,
+    PauseMode,
+)
+from pdserve_common.types.engine_client import EngineState
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.types.verbs import Pause, Profile, ResetPrefixCache, Resume, Sleep, WakeUp
 from pdserve_engine.clients import metrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine

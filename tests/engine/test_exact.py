@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_kernels import name_of, select
 from support.engines import load, run_to_end, tokens_of
 from support.requests import make_request

@@ -14,7 +14,7 @@ import pytest
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core import scheduler
 from pdserve_engine.request.request import Request
-from pdserve_engine.runner.control import EngineControl
+from pdserve_engine.runner.operate.control import EngineControl
 from support.scripted_engine import ON_P, Engine, ScriptedConsumer, ScriptedProducer
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
@@ -219,7 +219,7 @@ def test_requests_without_a_handoff_are_no_business_of_the_ports() -> None:
 def test_the_paths_above_are_all() -> None:
     """A function of the core that frees blocks and is new here belongs into a test above."""
     found = set()
-    for path in Path(scheduler.__file__).parent.glob("*.py"):
+    for path in Path(scheduler.__file__).parent.rglob("*.py"):
         if path.name in ("block_pool.py", "kv_cache_manager.py"):
             continue
         for owner in ast.walk(ast.parse(path.read_text())):

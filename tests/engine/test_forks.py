@@ -4,10 +4,10 @@ from unittest import mock
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.lora_types import LoRARequest
-from pdserve_engine.core.adapters import AdapterPool
+from pdserve_common.types.engine import FinishReason
+from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
+from pdserve_engine.core.features.adapters import AdapterPool
 from support.scripted_engine import (
     BLOCK_SIZE,
     ON_D,

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.verbs import Sleep, WakeUp
+from pdserve_common.types.engine import EngineCoreRequest, Generate, KVTransferParams
+from pdserve_common.types.lora import LoRARequest
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_common.types.verbs import Sleep, WakeUp
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.clients.launch import WorkerEngine
-from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.config import Role
 from pdserve_engine.kv.memory import release_unused, used_bytes
 from pdserve_engine.request.sched_output import SchedulerOutput

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from test_draft_model import SETTINGS, make_prompt, make_request, random_requests
 
-from pdserve_common.engine_types import DraftStats, EngineCoreRequest, Generate
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.types.engine import DraftStats, EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.drafts import Drafts
+from pdserve_engine.core.features.drafts import Drafts
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.request.request import Request
 from support import engines

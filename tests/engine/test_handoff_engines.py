@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from handoff_world import World
 
-from pdserve_engine.core import remote_prefill
-from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.kv_transfer.protocol import ConsumerAction
-from pdserve_engine.kv_transfer.pull import Pull, Reservation
-from pdserve_engine.kv_transfer.pull_machine import PullMachine
+from pdserve_engine.core.handoff import remote_prefill
+from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
+from pdserve_engine.kv_transfer.protocol.pull import Pull, Reservation
+from pdserve_engine.kv_transfer.protocol.pull_machine import PullMachine
+from pdserve_engine.kv_transfer.protocol.transitions import ConsumerAction
 from pdserve_engine.request.request import Request
 from support.scripted_engine import BLOCK_SIZE
 

@@ -17,7 +17,7 @@ from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.runner.make_runner import make_runner
+from pdserve_engine.runner.load.make_runner import make_runner
 from support.engines import generate
 from support.model_driver import make_prompt
 from support.requests import greedy, make_request

@@ -15,12 +15,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.cores import usable_cores
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.processes.cores import usable_cores
 from pdserve_common.runtime import Runtime
+from pdserve_engine.assemble import load_engine
 from pdserve_engine.clients import inproc
 from pdserve_engine.clients.inproc import InprocEngineClient
-from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
 from support.engines import Client, engine_config, launched

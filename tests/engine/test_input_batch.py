@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.request.sched_output import NewRequestData
-from pdserve_engine.runner.input_batch import InputBatch
+from pdserve_engine.runner.run.input_batch import InputBatch
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SamplingState
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.kv_types import KVGroup, KVGroupKind
+from pdserve_common.types.kv import KVGroup, KVGroupKind
 from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.models.registry import read_model_config

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.lora_types import LoRARequest
+from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import KVTransferParams
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.types.engine import KVTransferParams
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
-from pdserve_engine.runner import kv_sizing
-from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.load import kv_sizing
+from pdserve_engine.runner.run.model_runner import ModelRunner
 from support import engines, requests
 from support.steps import batch_of
 
@@ -190,7 +190,7 @@ def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
     expected: int,
 ) -> None:
     threads_before = torch.get_num_threads()
-    monkeypatch.setattr("pdserve_engine.runner.threads.cpu_limit", lambda: limit)
+    monkeypatch.setattr("pdserve_engine.runner.load.threads.cpu_limit", lambda: limit)
     torch.set_num_threads(2)
     try:
         with loaded(model, num_threads=num_threads):

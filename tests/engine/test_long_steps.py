@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest
-from pdserve_common.kv_types import (
+from pdserve_common.types.engine import EngineCoreRequest
+from pdserve_common.types.kv import (
     Granted,
     GrantRequest,
     PrefillDone,
@@ -18,8 +18,8 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     new_epoch,
 )
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.kv_transfer.links import make_hello
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.kv_transfer.connectors.links import make_hello
 from pdserve_engine.runner import rank
 from support.engines import launched
 from support.local_transport import LocalRegistry, LocalTransport

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import NATIVE_MODELS
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from sampling_reference import adjusted
 
-from pdserve_common.engine_types import LogprobsLists
 from pdserve_common.errors import RequestFailedError
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.runner.make_runner import make_runner
+from pdserve_common.types.engine import LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.runner.load.make_runner import make_runner
 from support.model_driver import GREEDY, Driver, make_prompt
 
 EOS = 1
@@ -199,7 +199,7 @@ def test_chunks_give_prompt_logprobs_of_the_same_bits(
         return collect(driver, "a", "b", num_tokens=1, chunk=chunk)["a"][1]
 
     whole = score(10_000)
-    monkeypatch.setattr("pdserve_engine.runner.sampler.MAX_PROMPT_LOGITS_ROWS", 23)
+    monkeypatch.setattr("pdserve_engine.runner.sample.sampler.MAX_PROMPT_LOGITS_ROWS", 23)
     assert score(chunk) == whole
 
 
@@ -229,7 +229,7 @@ def test_only_prompts_that_ask_have_their_logits_computed_and_not_all_at_once(
     driver.step({"a": 10_000, "b": 10_000})
     assert num_rows == [256, 33]
     num_rows.clear()
-    monkeypatch.setattr("pdserve_engine.runner.sampler.MAX_PROMPT_LOGITS", 100 * 199)
+    monkeypatch.setattr("pdserve_engine.runner.sample.sampler.MAX_PROMPT_LOGITS", 100 * 199)
     driver.add("c", make_prompt(250), params=params)
     driver.step({"c": 10_000})
     assert num_rows == [100, 100, 49]

@@ -11,18 +11,18 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.clients import loading
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.types.engine import EngineCoreRequest
+from pdserve_common.types.lora import LoRARequest
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_engine import assemble as loading
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor import multiproc
 from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
 from pdserve_engine.lora.adapter_config import LoraError
-from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.load.model_source import ModelSource
 from pdserve_engine.runner.rank_calls import (
     RestoreKVCache,
     RestoreWeights,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner import numerics
-from pdserve_engine.runner.numerics import numerics_id
+from pdserve_engine.runner.load import numerics
+from pdserve_engine.runner.load.numerics import numerics_id
 from pdserve_kernels import name_of, select
 
 CPU = torch.device("cpu")

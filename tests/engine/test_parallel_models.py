@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.lora import LoRARequest
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.models.config import ModelError
 from support.adapters import write_adapter
 from support.answers import Answer, answers

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, Generate, KVTransferParams
 from pdserve_common.errors import OverloadedError
 from pdserve_common.processes.channel import Channel
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.verbs import ResetPrefixCache, Sleep, WakeUp
+from pdserve_common.types.engine import EngineCoreOutput, ErrorCode, Generate, KVTransferParams
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_common.types.verbs import ResetPrefixCache, Sleep, WakeUp
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.launch import WorkerEngine
 from pdserve_engine.config import Role

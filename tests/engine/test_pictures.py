@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve_common.engine_types import EngineCoreOutput, ErrorCode, Generate, LogprobsLists
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreOutput, ErrorCode, Generate, LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelError, VisionConfig
 from pdserve_engine.models.registry import load_model, read_model_config

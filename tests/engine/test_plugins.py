@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.runner.plugins import (
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_engine.runner.load.plugins import (
     GENERAL_PLUGINS,
     LOGITS_PROCESSORS,
     load_general_plugins,

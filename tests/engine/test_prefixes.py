@@ -10,15 +10,15 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import KVPrefixSource, KVTransferParams
-from pdserve_common.kv_types import KVLinkWelcome, PrefixReady, PrefixRequest, Release
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import KVPrefixSource, KVTransferParams
+from pdserve_common.types.kv import KVLinkWelcome, PrefixReady, PrefixRequest, Release
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import ConnectorContext
-from pdserve_engine.kv_transfer.links import KVLink
-from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
-from pdserve_engine.kv_transfer.prefix_producer import MAX_PREFIXES, PrefixProducer
+from pdserve_engine.kv_transfer.connectors.links import KVLink
+from pdserve_engine.kv_transfer.connectors.prefix_consumer import PrefixConsumer
+from pdserve_engine.kv_transfer.connectors.prefix_producer import MAX_PREFIXES, PrefixProducer
 from support.handoff import FaultTransport, Wire, make_identity, make_transport
 from support.local_transport import LocalRegistry
 from support.metrics import value

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
-from pdserve_engine.core import remote_prefill
+from pdserve_engine.core.handoff import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import (

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pdserve_common.engine_types import KVTransferStats
+from pdserve_common.types.engine import KVTransferStats
 from pdserve_engine.request.progress import ScheduledTokens
 from pdserve_engine.request.request import RequestStatus
 from support.requests import greedy, held_request

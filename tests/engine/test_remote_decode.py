@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import KVTransferParams
+from pdserve_common.types.engine import KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import ON_P, Engine, ScriptedProducer, check_places, expected

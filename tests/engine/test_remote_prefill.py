@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreOutput
-from pdserve_engine.core import remote_prefill
+from pdserve_common.types.engine import EngineCoreOutput
+from pdserve_engine.core.handoff import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import ON_D, Engine, decode_engine, expected

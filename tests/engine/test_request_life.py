@@ -2,13 +2,13 @@
 
 import pytest
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreEventType,
     EngineError,
     ErrorCode,
     FinishReason,
 )
-from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
+from pdserve_common.types.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.request.request import Request, RequestStatus
 from support.scripted_engine import (

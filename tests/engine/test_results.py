@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
+from pdserve_common.types.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.core.step_plan import DECODE
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import ModelRunnerOutput

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     ErrorCode,
     FinishReason,
     KVTransferParams,
     LogprobsLists,
 )
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.clock import Clock
 from support.scripted_engine import (

@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.types.engine import FinishReason
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import Request

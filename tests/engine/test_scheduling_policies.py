@@ -2,9 +2,9 @@
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
-from pdserve_engine.core import planner
+from pdserve_common.types.engine import FinishReason
+from pdserve_common.types.sampling_params import RepetitionDetectionParams, SamplingParams
+from pdserve_engine.core import step_planner as planner
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request_queue import PriorityRequestQueue
 from support.scripted_engine import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_common.limits.validation import PROBE_PRIORITY
+from pdserve_engine.core.handoff.decode_slots import Outlook, Seats
 from pdserve_engine.core.scheduler import PauseState
-from pdserve_engine.core.seats import Outlook, Seats
 from support.clock import Clock
 from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, decode_engine, expected
 

@@ -9,7 +9,7 @@ import torch
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.memory import used_bytes
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.runner.sleep import SleepingMemory, tensors_of
+from pdserve_engine.runner.operate.sleep import SleepingMemory, tensors_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineError, ErrorCode, FinishReason
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import RequestStatus
 from pdserve_engine.request.sched_output import SchedulerOutput

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from pdserve_common.engine_types import ErrorCode, ErrorFault, FinishReason
 from pdserve_common.errors import InvalidRequestError, RequestFailedError
-from pdserve_common.validation import validate_request_id
+from pdserve_common.limits.validation import validate_request_id
+from pdserve_common.types.engine import ErrorCode, ErrorFault, FinishReason
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
 from pdserve_engine.request.sched_output import SchedulerOutput
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, decode_engine, expected

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
 from pdserve_engine.request.watchdog import (
     KNOWN_BOUND_S,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
+from pdserve_common.types.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.stop import check_stop
 from support.requests import held_request

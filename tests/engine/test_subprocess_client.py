@@ -19,7 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from pdserve_common.engine_types import (
+from pdserve_common.processes import channel as channel_module
+from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
+from pdserve_common.processes.channel import Channel
+from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.types.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -33,13 +37,9 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     PauseMode,
 )
-from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
-from pdserve_common.processes import channel as channel_module
-from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
-from pdserve_common.processes.channel import Channel
-from pdserve_common.processes.frames import FrameCodec
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_common.verbs import Pause, Profile, Resume, Sleep
+from pdserve_common.types.kv import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.types.verbs import Pause, Profile, Resume, Sleep
 from pdserve_engine.clients import child as child_module
 from pdserve_engine.clients import subprocess as client_module
 from pdserve_engine.clients.messages import (

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from pdserve_common.engine_types import ErrorCode, FinishReason
 from pdserve_common.errors import OverloadedError
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.types.engine import ErrorCode, FinishReason
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv_transfer.ports import KVEvent

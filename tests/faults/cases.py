@@ -9,7 +9,7 @@ from typing import NamedTuple
 from checks import Answer, Asker, Asking
 from pdserve_faults.stages import STAGES
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import CLIENT, Cluster, ClusterError
 from support.controls import ControlError
 

@@ -15,7 +15,7 @@ import psutil
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.controls import ControlError
 from support.waiting import busyness

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from cases import TRANSFER_TIMEOUT_S
 from checks import NUM_RANKS, Answer, Asker, Held, held, wait_until_handing_off
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.network import missing_for_loss, missing_for_partitions
 

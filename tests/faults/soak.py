@@ -20,7 +20,7 @@ from checks import (
 )
 from ground import BOUND_S, NUM_PROMPTS, PARAMS, PROMPTS, Ground, missing_for, restored
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import CLIENT, Cluster
 from support.controls import ControlError
 

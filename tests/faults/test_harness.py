@@ -25,7 +25,7 @@ from checks import (
 from pdserve_faults.stages import STAGES
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import CLIENT, Cluster, ClusterError
 from support.network import (
     Network,

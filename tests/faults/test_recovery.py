@@ -11,7 +11,7 @@ from cases import LONG_S, ROUTER, Case, hold, run_case, strike
 from checks import Answer, Asker, check_answer, held, wait_for_baseline, wait_until_handing_off
 from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, restored, run_on_all
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.network import missing_for_partitions
 from support.samples import sampled

@@ -14,9 +14,9 @@ from raw_http import Response, exchange, parse, parse_one
 from settings_of_fuzz import examples
 from system import ADAPTERS, PoolingSystem, System
 
-from pdserve_router.api.lora_endpoints import LoadBody, UnloadBody
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
-from pdserve_router.api.pooling_types import (
+from pdserve_router.api.http.lora_endpoints import LoadBody, UnloadBody
+from pdserve_router.api.openai.types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.pooling.types import (
     ClassifyBody,
     EmbeddingBody,
     PoolBody,
@@ -24,7 +24,7 @@ from pdserve_router.api.pooling_types import (
     RerankBody,
     ScoreBody,
 )
-from pdserve_router.api.responses_types import ResponsesBody
+from pdserve_router.api.responses.types import ResponsesBody
 
 MODEL = "pdserve-tiny"
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -27,12 +27,12 @@ from test_http import CHAT, COMPLETIONS, VECTORS, served_bodies, vector_bodies
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, WorkerRole
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError, OverloadedError
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.sampling_params import StructuredOutputsParams
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tensors import tensor_ref
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.types.engine import EngineCoreRequest, EngineInfo, WorkerRole
+from pdserve_common.types.sampling_params import StructuredOutputsParams
+from pdserve_common.types.tensors import tensor_ref
 from pdserve_common.wire import (
     from_proto,
     kv_link_request_from_proto,
@@ -44,8 +44,8 @@ from pdserve_engine.grammar.native import Matcher
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.lora.adapter_config import CONFIG_FILE, WEIGHTS_FILE, LoraError
-from pdserve_router.api.openai_parse import check_names, json_object, parse_body, validate
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.openai.parse import check_names, json_object, parse_body, validate
+from pdserve_router.api.openai.types import ChatCompletionBody, CompletionBody
 from pdserve_router.text.picture_files import Resizing, rgb_pixels
 from pdserve_worker.tensor_service import receive_tensor
 from pdserve_worker.tensor_store import TensorStore

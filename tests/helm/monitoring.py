@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import Histogram, MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from pdserve_common import defects, metrics
-from pdserve_common.kv_offload_metrics import KVOffloadMetrics
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tracing_metrics import TracingMetrics
+from pdserve_common.metrics import services as metrics
+from pdserve_common.metrics.kv_offload import KVOffloadMetrics
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.metrics.tracing import TracingMetrics
+from pdserve_common.observability import defects
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 ALERTS = CHART / "alerts" / "pdserve.yaml"

@@ -21,7 +21,7 @@ from helm_chart import (
 
 from pdserve_client.stack import END_MARGIN_S
 from pdserve_common.config import ENV_PREFIX, parse_config
-from pdserve_common.rpc import LIVENESS_SERVICE
+from pdserve_common.rpc.channels import LIVENESS_SERVICE
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig

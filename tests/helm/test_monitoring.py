@@ -162,7 +162,7 @@ def test_runbooks_are_of_the_alerts_there_are() -> None:
 
 
 def test_objectives_are_boundaries_of_buckets() -> None:
-    from pdserve_common.metric_buckets import TOKEN_BUCKETS, TTFT_BUCKETS
+    from pdserve_common.metrics.buckets import TOKEN_BUCKETS, TTFT_BUCKETS
 
     limits = {
         (str(selector.name), float(matcher.value))

@@ -12,7 +12,7 @@ import openai
 from containers import wait_for
 
 from pdserve_client.client import Client
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 MODEL = "pdserve-tiny"
 MAX_TOKENS = 200

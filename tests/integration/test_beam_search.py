@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import EarlyStopping, SamplingParams
+from pdserve_common.types.sampling_params import EarlyStopping, SamplingParams
 from support.beams import hf_beams
 
 EOS = 1

@@ -18,7 +18,7 @@ import pytest
 
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
-from pdserve_common.model_folder import is_hub_id
+from pdserve_common.model_files.model_folder import is_hub_id
 from support.hub import FakeHub
 from support.samples import sampled
 

@@ -21,9 +21,9 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_client.client import Client
-from pdserve_common import attach_protocol
-from pdserve_common.kv_types import PROTOCOL_VERSION
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.rpc import attach_protocol
+from pdserve_common.types.kv import PROTOCOL_VERSION
+from pdserve_common.types.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # Of what has to happen, however busy the machine is.

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.samples import sampled
 
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 16, 17, 150)]

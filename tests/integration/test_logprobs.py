@@ -10,7 +10,7 @@ import torch
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 # Several chunks of `plain_stack`, the last of them not full.
 PROMPT = [3 + (7 * i) % 180 for i in range(3 * 32 + 5)]

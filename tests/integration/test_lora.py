@@ -13,7 +13,7 @@ import pytest
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.client import build_request
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.adapters import merged_greedy, write_adapter
 
 NUM_TOKENS = 120

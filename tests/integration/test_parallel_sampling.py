@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.samples import sampled
 
 NUM_TOKENS = 16

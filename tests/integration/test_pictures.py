@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.models import LLAVA, PATCH_SIZE
 from support.picture_files import encoded, make_picture, picture_part
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.metrics import total
 
 BLOCK_SIZE = 16

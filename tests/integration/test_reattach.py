@@ -6,19 +6,19 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pdserve_common.engine_types import (
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     Generate,
     WorkerRole,
 )
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
-from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.clients.attach_client import LinkTimings
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 
 # With logprobs an answer has several times as many bytes as come between all cuts. Tokens alone,
 # of which many come together after a cut, have too few.

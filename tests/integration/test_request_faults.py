@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 # Of the served model's tokenizer, a byte each.
 EOS = 1

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.refusals import refused
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

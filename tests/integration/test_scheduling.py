@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 4096
 PROMPT_LEN = 40

@@ -18,9 +18,9 @@ import tokenizers
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, Generate
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, Generate
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from support import hostile_grammars
 from support.grammars import EOS, MODEL
 from support.schemas import accepted_schemas

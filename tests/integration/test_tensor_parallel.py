@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.adapters import write_adapter
 from support.samples import sampled
 from support.stack import RunningStack, StartStack

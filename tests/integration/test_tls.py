@@ -16,9 +16,9 @@ import pytest
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_client.client import Client
-from pdserve_common.rpc import open_blocking_channel
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tls import Tls
+from pdserve_common.rpc.channels import open_blocking_channel
+from pdserve_common.rpc.tls import Tls
+from pdserve_common.types.sampling_params import SamplingParams
 
 NAMES = "IP:127.0.0.1,DNS:pdserve"
 KEY = "integration-test-key"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.models import NATIVE_MODELS
 from support.samples import sampled
 

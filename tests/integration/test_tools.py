@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.chat_formats.registry import FORMATS
 from support.chat_models import MARKERS, make_chat_model
 from support.cut_proxy import cut_proxies

@@ -14,8 +14,8 @@ import pytest
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.client import build_request
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.requests.records.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from support.cluster import HTTP_PORT, Cluster
 from support.otlp import CollectedSpan, Collector
 from support.waiting import wait_until

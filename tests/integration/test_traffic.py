@@ -16,7 +16,7 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.stack import ServiceProcess
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 WEIGHTS_MIB = 1
 NUM_STREAMS = 64

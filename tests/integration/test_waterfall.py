@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
@@ -21,8 +21,8 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     PrefillStats,
 )
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from support.stack import attached_worker
 from support.waiting import busyness
 

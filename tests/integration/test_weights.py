@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from support.samples import sampled
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)

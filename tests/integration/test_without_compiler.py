@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve_client.client import Client
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 
 def test_a_stack_generates_on_reference_kernels(

@@ -22,8 +22,8 @@ from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common.attach_protocol import PROTOCOL_VERSION
-from pdserve_common.rpc import LIVENESS_SERVICE
+from pdserve_common.rpc.attach_protocol import PROTOCOL_VERSION
+from pdserve_common.rpc.channels import LIVENESS_SERVICE
 from support.pooling_models import hf_states
 from support.refusals import refused
 

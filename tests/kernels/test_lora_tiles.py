@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from pdserve_kernels.triton.lora import TILE_ROWS
-from pdserve_kernels.triton.step_lora import NONE, lora_columns, max_num_tiles
+from pdserve_kernels.triton.linears.lora import TILE_ROWS
+from pdserve_kernels.triton.linears.step_lora import NONE, lora_columns, max_num_tiles
 from support.samples import seeds
 
 

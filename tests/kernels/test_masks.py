@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import cpu, reference
-from pdserve_kernels.reference.gumbel import gumbel_noise
 from pdserve_kernels.reference.quantization import quantize
+from pdserve_kernels.reference.sampling.gumbel import gumbel_noise
 
 # `each_isa` holds for all examples of a test.
 PER_TEST_FIXTURES = [HealthCheck.function_scoped_fixture]

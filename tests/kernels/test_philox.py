@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve_kernels.reference.philox import philox4x32, split_seed
+from pdserve_kernels.reference.sampling.philox import philox4x32, split_seed
 
 ONES = 0xFFFFFFFF
 

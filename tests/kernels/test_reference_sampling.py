@@ -15,9 +15,9 @@ from pdserve_kernels.exact_math import (
     log,
     log_of_complement,
 )
-from pdserve_kernels.reference.filters import find_candidates
-from pdserve_kernels.reference.gumbel import gumbel_noise, gumbel_noise_at
-from pdserve_kernels.reference.sampling import build_filters, count_nans, sample
+from pdserve_kernels.reference.sampling.filters import find_candidates
+from pdserve_kernels.reference.sampling.gumbel import gumbel_noise, gumbel_noise_at
+from pdserve_kernels.reference.sampling.sample import build_filters, count_nans, sample
 
 
 def kept_by_reference(

@@ -85,7 +85,7 @@ def test_linears_of_some_inputs_of_fp8_agree_with_fp64(kernels, group_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [None, 128])
 def test_fp8_becomes_the_dense_weight_of_the_reference(dtype, group_size):
-    from pdserve_kernels.triton.quantized import dequantize, pack_quantized
+    from pdserve_kernels.triton.linears.quantized import dequantize, pack_quantized
 
     weight = replace(make_fp8_weight(70, 300, group_size), dtype=dtype)
     dense = dequantize(pack_quantized(on_device(weight), None))

@@ -77,7 +77,7 @@ class Table:
     """Adapters of a decoder of one layer, in slots, and what each row of a linear gets of them."""
 
     def __init__(self, kernels, dtype):
-        from pdserve_kernels.triton.step_lora import AdapterTable
+        from pdserve_kernels.triton.linears.step_lora import AdapterTable
 
         model = Model(Shape(hidden=160, head_dim=64, windows=(None,)), kernels, dtype)
         model.decoder = on_device(model.decoder)
@@ -91,8 +91,13 @@ class Table:
 
     def linear(self, slots, *, num_tiles=None):
         """`slots` are the rows'. With num_tiles there are as many, as in a graph."""
+        from pdserve_kernels.triton.linears.step_lora import (
+            NONE,
+            StepLora,
+            lora_columns,
+            lora_fields,
+        )
         from pdserve_kernels.triton.staging import Layout
-        from pdserve_kernels.triton.step_lora import NONE, StepLora, lora_columns, lora_fields
 
         columns = lora_columns(np.array(slots))
         layout = Layout(lora_fields(num_tiles or len(columns["lora_slots"])))
@@ -105,7 +110,7 @@ class Table:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_its_bits_among_any_others(kernels, dtype):
-    from pdserve_kernels.triton.step_lora import NONE, max_num_tiles
+    from pdserve_kernels.triton.linears.step_lora import NONE, max_num_tiles
 
     rng, table = random.Random(0), Table(kernels, dtype)
     # Two tiles of one.
@@ -159,7 +164,7 @@ def test_ranks_that_have_a_part_of_the_inputs_shrink_to_the_same_bits(kernels, d
 
 def linear_of(weight, num_rows):
     """What all rows get of one adapter's part of a linear."""
-    from pdserve_kernels.triton.lora import TILE_ROWS, LinearLora
+    from pdserve_kernels.triton.linears.lora import TILE_ROWS, LinearLora
 
     rows = torch.full((1, TILE_ROWS), -1, dtype=torch.int32)
     rows[0, :num_rows] = torch.arange(num_rows)

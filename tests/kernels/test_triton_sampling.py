@@ -90,10 +90,10 @@ def test_draws_are_those_of_the_reference(kernels, dtype, vocab_size):
 
 def check_kept(logits, batch):
     """Compare which tokens of logits [n, vocab_size] pass the filters of random rows."""
-    from pdserve_kernels.reference.filters import find_candidates
-    from pdserve_kernels.reference.sampling import build_filters
-    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
-    from pdserve_kernels.triton.filters import find_thresholds
+    from pdserve_kernels.reference.sampling.filters import find_candidates
+    from pdserve_kernels.reference.sampling.sample import build_filters
+    from pdserve_kernels.triton.sampling.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.sampling.filters import find_thresholds
 
     n, vocab_size = logits.shape
     scaled = logits / torch.from_numpy(batch.divisors())[:, None]
@@ -121,7 +121,7 @@ def test_filters_keep_what_the_reference_keeps(kernels, vocab_size):
 @pytest.mark.parametrize("seed", seeds(2 if INTERPRETED else 30))
 def test_filters_of_hard_logits_keep_what_the_reference_keeps(kernels, seed, sizes, monkeypatch):
     """Also with few programs, and with room for so few values that pivots are picked."""
-    from pdserve_kernels.triton import filters
+    from pdserve_kernels.triton.sampling import filters
 
     max_programs, search_block = sizes
     monkeypatch.setattr(filters, "MAX_PROGRAMS", max_programs)
@@ -185,8 +185,8 @@ def test_draws_among_ties_are_those_of_the_reference(kernels, wanted):
 
 
 def test_rows_with_nothing_to_choose_get_valid_ids(kernels):
-    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
-    from pdserve_kernels.triton.sampling import sample_staged
+    from pdserve_kernels.triton.sampling.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.sampling.sample import sample_staged
 
     logits = make_logits(8, 1100)
     logits[0, ::3], logits[1, 9], logits[2:4], logits[4:6] = np.nan, -np.nan, np.nan, -np.inf
@@ -215,8 +215,8 @@ def test_argmax_takes_the_lowest_of_equals_wherever_rows_lie(kernels):
 
 
 def test_a_staged_batch_draws_for_what_was_copied_last(kernels):
-    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
-    from pdserve_kernels.triton.sampling import sample_staged
+    from pdserve_kernels.triton.sampling.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.sampling.sample import sample_staged
 
     logits, device = make_logits(4, 1000), torch.device(DEVICE)
     wanted = {"top_k": [0, 3, 2**40, 0], "top_p": [0.9, 1.0, 1.0, 0.3], "seeds": -7}
@@ -255,7 +255,7 @@ def test_penalties_are_those_of_the_reference(kernels, num_tokens):
 
 @pytest.mark.parametrize("max_programs", [2048, 20])
 def test_terms_of_logprobs_are_those_of_the_reference(kernels, max_programs, monkeypatch):
-    from pdserve_kernels.triton import logprobs
+    from pdserve_kernels.triton.sampling import logprobs
 
     monkeypatch.setattr(logprobs, "MAX_PROGRAMS", max_programs)
     logits = hard_logits(2100)

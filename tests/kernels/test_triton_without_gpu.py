@@ -261,7 +261,7 @@ def layer_cases() -> list[Case]:
 
 def lora_cases() -> list[Case]:
     """Of a gate and an up projection."""
-    from pdserve_kernels.triton import lora
+    from pdserve_kernels.triton.linears import lora
 
     blocks = {"TILE_ROWS": lora.TILE_ROWS, "BLOCK_RANKS": lora.BLOCK_RANKS}
     shrink = blocks | {"NUM_INPUTS": 4096, "PART_INPUTS": 512, "BLOCK_K": lora.BLOCK_K}
@@ -300,7 +300,8 @@ def moe_cases() -> list[Case]:
 
 def integer_cases(dtype: str = "bf16") -> list[Case]:
     """Of an 8B model's down projection; as `--quantization` has them, and with zeros as AWQ has."""
-    from pdserve_kernels.triton import linear_int, split_sums
+    from pdserve_kernels.triton import split_sums
+    from pdserve_kernels.triton.linears import linear_int
 
     common = {"NUM_INPUTS": 14_336, "BLOCK_K": linear_int.BLOCK_K}
     blocks = {"SPLIT_K": linear_int.SPLIT_K, "BLOCK_OUT": linear_int.BLOCK_OUT}
@@ -330,7 +331,7 @@ def integer_cases(dtype: str = "bf16") -> list[Case]:
 
 def fp8_cases(dtype: str = "bf16") -> list[Case]:
     """Of an 8B model's down projection: a scale for each output, or for blocks of 128 by 128."""
-    from pdserve_kernels.triton import linear_fp8
+    from pdserve_kernels.triton.linears import linear_fp8
 
     cases = []
     for name, group_size in (("", 14_336), (", blocks", 128)):
@@ -377,7 +378,8 @@ def fp32_cases() -> list[Case]:
 
 def sampling_cases() -> list[Case]:
     """What chooses tokens."""
-    from pdserve_kernels.triton import filters, logprobs, penalties, sampling
+    from pdserve_kernels.triton.sampling import filters, logprobs, penalties
+    from pdserve_kernels.triton.sampling import sample as sampling
 
     exact = {"enable_fp_fusion": False}
     search = {"SEARCH_BLOCK": filters.SEARCH_BLOCK}

@@ -15,15 +15,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.rpc import RpcServer
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.rpc.channels import RpcServer
+from pdserve_common.types.engine import EngineCoreRequest, Generate, KVTransferParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.base import ConnectorContext
+from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
-from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
-from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.kv_link.service import SERVICE_NAME, KvTransferServicer
 from support.handoff import BLOCK_SIZE, Blocks, fill, make_identity, make_pool, make_transport
 from support.local_transport import LocalRegistry
 

@@ -14,9 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVEndpoint, KVLinkWelcome
+from pdserve_common.types.kv import PROTOCOL_VERSION, KVEndpoint, KVLinkWelcome
 from pdserve_common.wire import kv_link_response_from_proto, kv_link_response_to_proto
-from pdserve_engine.kv_transfer import factory
+from pdserve_engine.kv_transfer.transport import factory
 from support.handoff import NUM_BLOCKS, Landed, make_identity
 from support.local_transport import LocalRegistry
 from support.shards import CUTS, CutPool, make_cut_side

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_common.types.kv import KVGroup, KVGroupKind, KVLayout
 from pdserve_engine.kv_transfer import compatibility
 from pdserve_engine.kv_transfer.compatibility import (
     TOKENIZER_FILES,
     compatibility_hash,
     model_digest,
 )
-from pdserve_engine.kv_transfer.links import find_mismatch, make_hello
+from pdserve_engine.kv_transfer.connectors.links import find_mismatch, make_hello
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, PoolerConfig, VisionConfig
 from pdserve_engine.models.experts import ExpertNames, ExpertsConfig
 from pdserve_engine.models.quantization import IntQuantization

@@ -12,7 +12,7 @@ import torch
 from pdserve_common.errors import (
     KVTransferError,
 )
-from pdserve_common.kv_types import PROTOCOL_VERSION
+from pdserve_common.types.kv import PROTOCOL_VERSION
 from pdserve_engine.kv_transfer.ports import (
     BlocksConfirmed,
     BlocksLanded,

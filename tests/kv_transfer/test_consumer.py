@@ -10,10 +10,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from pdserve_common import metrics
-from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
+from pdserve_common.metrics import services as metrics
+from pdserve_common.types.engine import ErrorCode
+from pdserve_common.types.kv import (
     BlocksReady,
     CancelRequest,
     Granted,
@@ -30,7 +30,7 @@ from pdserve_common.kv_types import (
 )
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer import consumer
+from pdserve_engine.kv_transfer.connectors import consumer
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -41,13 +41,13 @@ from pdserve_engine.kv_transfer.ports import (
     PullLost,
     RequestFailed,
 )
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.pull import LossReason
+from pdserve_engine.kv_transfer.protocol.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
+from pdserve_engine.kv_transfer.protocol.transitions import (
     CONSUMER,
     ConsumerEvent,
     ConsumerState,
 )
-from pdserve_engine.kv_transfer.pull import LossReason
-from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
 from pdserve_engine.request.request import Request
 from support.handoff import SPEC, Pair, Wire, ended, make_identity, welcome_of
 from support.metrics import series, value

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdserve_engine.kv_transfer import cuda_ipc
-from pdserve_engine.kv_transfer.cuda_ipc import check_cuda_ipc
-from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.transport import cuda_ipc
+from pdserve_engine.kv_transfer.transport.cuda_ipc import check_cuda_ipc
+from pdserve_engine.kv_transfer.transport.factory import make_transport
 from support.handoff import make_identity
 
 GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"

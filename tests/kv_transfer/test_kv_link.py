@@ -17,21 +17,21 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreRequest, Generate, KVTransferParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.base import ConnectorContext
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
     PullFinished,
     PullLost,
 )
+from pdserve_engine.kv_transfer.transport.nixl_transport import CONNECT_S
 from pdserve_engine.request.request import Request
-from pdserve_worker import kv_link_client
-from pdserve_worker.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
+from pdserve_worker.kv_link import client as kv_link_client
+from pdserve_worker.kv_link.client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
 from support.handoff import FaultTransport, make_identity, make_pool, make_transport
 from support.local_transport import LocalRegistry
 from support.metrics import value

@@ -11,13 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve_common.defects import DEFECTS, watch_event_loop
-from pdserve_engine.kv_transfer.links import LinkTable
-from pdserve_engine.kv_transfer.owner import OwnerConnector
+from pdserve_common.observability.defects import DEFECTS, watch_event_loop
+from pdserve_engine.kv_transfer.connectors.links import LinkTable
+from pdserve_engine.kv_transfer.connectors.owner import OwnerConnector
+from pdserve_engine.kv_transfer.connectors.reader import ReaderConnector
 from pdserve_engine.kv_transfer.ports import BlocksClaimed, PullLost, StartAllowed
-from pdserve_engine.kv_transfer.reader import ReaderConnector
 from pdserve_engine.request.request import RequestStatus
-from pdserve_worker import kv_link_client, kv_link_service
+from pdserve_worker.kv_link import client as kv_link_client
+from pdserve_worker.kv_link import service as kv_link_service
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.handoff import Pair
 from support.metrics import value

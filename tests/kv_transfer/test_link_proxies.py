@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
+from pdserve_common.types.kv import KVLinkHeartbeat, SessionEnded, SessionEndReason
 from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy, send_links
 from pdserve_engine.clients.messages import CODEC, LinkMessage, LinkRef
 from pdserve_engine.kv_transfer.ports import (

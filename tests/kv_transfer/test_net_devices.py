@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from pdserve_common.errors import KVTransferError
-from pdserve_engine.kv_transfer import net_devices
-from pdserve_engine.kv_transfer.net_devices import SETTING, device_of, keep_to_host
+from pdserve_engine.kv_transfer.transport import net_devices
+from pdserve_engine.kv_transfer.transport.net_devices import SETTING, device_of, keep_to_host
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 

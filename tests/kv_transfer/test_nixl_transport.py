@@ -13,15 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve_common.defects import DEFECTS
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
+from pdserve_common.observability.defects import DEFECTS
+from pdserve_common.types.kv import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer import nixl_transport, reads
-from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
-from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
-from pdserve_engine.kv_transfer.pool_check import check_own_pool
-from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
+from pdserve_engine.kv_transfer.transport import nixl_reads as reads
+from pdserve_engine.kv_transfer.transport import nixl_transport
+from pdserve_engine.kv_transfer.transport.nixl import (
+    MAX_LEFT_OPEN,
+    NixlAgent,
+    RemoteDisconnectError,
+)
+from pdserve_engine.kv_transfer.transport.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
+from pdserve_engine.kv_transfer.transport.pool_check import check_own_pool
+from pdserve_engine.kv_transfer.transport.shards import KVPeer, KVSlice
 from pdserve_engine.request.watchdog import MAX_LOOK_S
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.handoff import SPEC, Landed, make_pool

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from pdserve_common import metrics
-from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import (
     DeadlineExceededError,
     DrainingError,
     PdserveError,
     RequestFailedError,
 )
-from pdserve_common.kv_types import (
+from pdserve_common.metrics import services as metrics
+from pdserve_common.types.engine import ErrorCode
+from pdserve_common.types.kv import (
     BlocksReady,
     CancelRequest,
     Granted,
@@ -33,8 +33,7 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer.links import make_hello
-from pdserve_engine.kv_transfer.machine import check_carried_out
+from pdserve_engine.kv_transfer.connectors.links import make_hello
 from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     RequestFailed,
@@ -42,13 +41,14 @@ from pdserve_engine.kv_transfer.ports import (
     StartDeferred,
     StartForbidden,
 )
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.machine import check_carried_out
+from pdserve_engine.kv_transfer.protocol.session_machine import LINK_WAIT_S
+from pdserve_engine.kv_transfer.protocol.transitions import (
     PRODUCER,
     ProducerAction,
     ProducerEvent,
     ProducerState,
 )
-from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S
 from pdserve_engine.request.request import Request, RequestStatus
 from support.handoff import SPEC, PSide, Wire, ended, make_identity
 from support.metrics import series, value

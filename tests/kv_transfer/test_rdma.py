@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_engine.kv_transfer.rdma import has_rdma_device
+from pdserve_engine.kv_transfer.transport.rdma import has_rdma_device
 
 
 @pytest.fixture(autouse=True)

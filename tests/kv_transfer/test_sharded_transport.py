@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint, KVShard, new_epoch
+from pdserve_common.types.kv import KVMemoryRegion, KVRankEndpoint, KVShard, new_epoch
 from pdserve_engine.kv_transfer.base import RankTransport, ReadResult
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 from support.handoff import NUM_BLOCKS, Landed, make_identity, welcome_of
 from support.shards import CUTS, cut
 from support.transport_worker import TransportWorker

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
+from pdserve_common.types.kv import (
     KVEndpoint,
     KVGroup,
     KVGroupKind,
@@ -21,7 +21,7 @@ from pdserve_common.kv_types import (
     KVRankEndpoint,
     KVShard,
 )
-from pdserve_engine.kv_transfer.shards import (
+from pdserve_engine.kv_transfer.transport.shards import (
     MAX_RANKS,
     check_cover,
     part_bytes,

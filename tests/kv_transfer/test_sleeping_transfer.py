@@ -6,11 +6,11 @@ import pytest
 
 from pdserve_common.errors import KVTransferError
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.base import PoolTransport
 from pdserve_engine.kv_transfer.ports import PullFinished
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
+from pdserve_engine.kv_transfer.transport import nixl_transport
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
 from support.handoff import Pair, num_fds, open_ranks
 from support.shards import CUTS, CutPair, CutPool
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
+from pdserve_common.types.kv import KVEndpoint, KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
 from support.handoff import (

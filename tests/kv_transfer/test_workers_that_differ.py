@@ -8,14 +8,14 @@ import pytest
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import BlocksReady, KVLinkHello, KVLinkWelcome
+from pdserve_common.types.kv import BlocksReady, KVLinkHello, KVLinkWelcome
 from pdserve_common.wire import (
     kv_link_request_from_proto,
     kv_link_request_to_proto,
     kv_link_response_from_proto,
     kv_link_response_to_proto,
 )
-from pdserve_engine.kv_transfer.links import check_welcome, find_mismatch, make_hello
+from pdserve_engine.kv_transfer.connectors.links import check_welcome, find_mismatch, make_hello
 from pdserve_engine.kv_transfer.ports import PullLost
 from support.handoff import Pair, Wire, make_identity
 from support.metrics import value

@@ -13,12 +13,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common.kv_types import KVLinkWelcome
+from pdserve_common.types.kv import KVLinkWelcome
 from pdserve_common.wire import (
     kv_link_response_from_proto,
     kv_link_response_to_proto,
 )
-from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer.transport import nixl_transport
 from support.handoff import (
     Landed,
     fill,

@@ -11,7 +11,7 @@ from functools import partial
 from monitoring import Query, autoscaling_queries, panel_queries, rules
 from world import NAMESPACE, RELEASE, World
 
-from pdserve_router.requests.request_limits import INLINE_BYTES
+from pdserve_router.requests.input.request_limits import INLINE_BYTES
 
 ANSWER_TIMEOUT_S = 90.0
 VICTIM = "decode-1"

@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode, ErrorFault, WorkerRole
-from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
+from pdserve_common.types.engine import ErrorCode, ErrorFault, WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRAAdapters
 from support.fake_worker import EOS, Running, decode, prefill
 from support.router_stack import ANSWER_TEXT, Stack, StartStack, tokens_of
 from support.waiting import until

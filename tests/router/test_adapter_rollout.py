@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
 )
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
 from pdserve_router.workers import adapter_rollout
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from support.modelled_adapters import NEW, ModelledAdapters

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import SchedulerStats, WorkerRole
 from pdserve_common.errors import FailedPreconditionError
-from pdserve_common.lora_metrics import ScaleOuts
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.metrics.lora import ScaleOuts
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import SchedulerStats, WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
 from pdserve_router.workers import adapter_rollout, adapter_scale_out
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from support.modelled_adapters import NEW, ModelledAdapters
 from support.modelled_pool import ModelledPool, modelled
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
 from pdserve_common.errors import NoWorkerError
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers import pairs
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.routing import pairs
 from pdserve_router.workers.worker import WorkerState
 from support.modelled_pool import ModelledPool, modelled
 

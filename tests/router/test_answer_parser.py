@@ -4,10 +4,10 @@ import pytest
 from fake_model import make_model_dir
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
-from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
+from pdserve_router.requests.output.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.parts import Content, ToolCallDelta, content_of, join_parts
 from pdserve_router.text.tokenizer import Tokenizer

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pdserve_common.engine_types import LogprobsLists
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.engine import LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.grammar.native import Matcher, TokenizerInfo, compile_structural_tag
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
-from pdserve_router.api.openai_logprobs import CompletionLogprobs
-from pdserve_router.requests.answer_parser import answer_detokenizer
+from pdserve_router.api.openai.logprobs import CompletionLogprobs
+from pdserve_router.requests.output.answer_parser import answer_detokenizer
 from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.tokenizer import Tokenizer
 from support.router_stack import StartStack, events_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve_common.engine_types import LogprobsLists
-from pdserve_common.sampling_params import EarlyStopping, SamplingParams
+from pdserve_common.types.engine import LogprobsLists
+from pdserve_common.types.sampling_params import EarlyStopping, SamplingParams
 from pdserve_router.requests.beam_search import Beam, BeamSearch
 from support.beams import hf_beams
 

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import ErrorCode, FinishReason, LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.beam_search import BeamSearch
 from support.fake_worker import EOS, PREFILL_STATS, all_behave, fails_with, hang
 from support.refusals import refused

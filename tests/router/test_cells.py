@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.cells import Cell
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_router.chat_formats.base import Parser, ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE, choose_format
 from pdserve_router.chat_formats.tags import CallRules, constraint_tag

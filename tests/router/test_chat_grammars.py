@@ -15,12 +15,12 @@ from test_chat_formats import TEMPLATES, WRITTEN, as_arguments
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.structured.reasoning import Reasoning
-from pdserve_engine.grammar.child import MAX_SMALL_BYTES
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compiler_process import MAX_SMALL_BYTES
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
     Matcher,
@@ -31,8 +31,8 @@ from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_router.chat_formats.base import ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.chat_formats.tags import CallRules, constraint_tag
-from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
-from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS, parser_options
+from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS, parser_options
+from pdserve_router.requests.output.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.parts import Content, OutputPart, ToolCallDelta, join_parts, reasoning_of
 from pdserve_router.text.tokenizer import Tokenizer

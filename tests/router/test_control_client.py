@@ -13,9 +13,9 @@ from pdserve_common.errors import (
     NoWorkerError,
     PdserveError,
 )
-from pdserve_common.rpc import rpc_errors
-from pdserve_router.workers import control_client
-from pdserve_router.workers.control_client import ControlClient
+from pdserve_common.rpc.channels import rpc_errors
+from pdserve_router.workers.clients import control_client
+from pdserve_router.workers.clients.control_client import ControlClient
 
 
 class Servicer(control_grpc.ControlServiceServicer):

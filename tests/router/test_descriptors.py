@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve_common.descriptors import share_descriptors
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.processes.descriptors import share_descriptors
+from pdserve_common.types.engine import WorkerRole
 from support.fake_worker import FakeWorker
 from support.router_stack import ANSWER_TEXT
 

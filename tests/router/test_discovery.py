@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from pdserve_common.defects import DEFECTS
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.observability.defects import DEFECTS
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.discovery import Discovery, DnsSource, FileSource, parse_sources
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.metrics import value

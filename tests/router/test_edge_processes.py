@@ -16,12 +16,12 @@ from pdserve_common.errors import (
     OverloadedError,
     PdserveError,
 )
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
 from pdserve_common.processes import child
 from pdserve_common.processes.child import spawn as spawn_anew
-from pdserve_router.api import edge_processes
-from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
-from pdserve_router.requests.input_processor import InputProcessor
+from pdserve_router.api.edge import processes as edge_processes
+from pdserve_router.api.edge.processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
+from pdserve_router.requests.input.input_processor import InputProcessor
 from support.waiting import until
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ def templates() -> list[psutil.Process]:
     return [
         child
         for child in children
-        if child.cmdline()[1:3] == ["-m", "pdserve_router.api.edge_child"]
+        if child.cmdline()[1:3] == ["-m", "pdserve_router.api.edge.child"]
     ]
 
 
@@ -245,8 +245,8 @@ PARENT = """
 import asyncio, sys
 import edge_jobs
 from prometheus_client import CollectorRegistry
-from pdserve_common.metrics import RouterMetrics
-from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings, fork_template
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_router.api.edge.processes import EdgeProcesses, EdgeSettings, fork_template
 
 settings = EdgeSettings(
     model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",

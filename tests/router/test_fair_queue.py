@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve_common.errors import DeadlineExceededError
 from pdserve_common.runtime import Runtime
-from pdserve_router.requests.fair_queue import FairQueue
+from pdserve_router.requests.tenants.fair_queue import FairQueue
 
 SHARES = {"a": 1.0, "b": 1.0, "c": 3.0}
 ARRIVALS = st.lists(

@@ -18,8 +18,8 @@ from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_router.chat_formats.base import ReasoningStart
 from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.chat_formats.tags import CallRules

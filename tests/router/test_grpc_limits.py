@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_http2 import RawHttp2, half_a_message
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common import receive_guard
-from pdserve_common.receive_places import ReceiveLimits
-from pdserve_common.rpc import MAX_MESSAGE_BYTES
+from pdserve_common.limits import receive_guard
+from pdserve_common.limits.receive_slots import ReceiveLimits
+from pdserve_common.rpc.channels import MAX_MESSAGE_BYTES
 from support.refusals import refused
 from support.waiting import until
 
@@ -190,7 +190,7 @@ async def test_streams_that_need_no_key_are_few(start_stack: Any) -> None:
 async def test_connections_that_say_nothing_are_cut(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve_common.rpc.HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pdserve_common.rpc.channels.HANDSHAKE_TIMEOUT_S", 0.2)
     async with start_stack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.grpc_port)
         await asyncio.wait_for(reader.read(), 30)

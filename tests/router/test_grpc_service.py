@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.types.engine import ErrorCode
 from support.fake_worker import fails_with
 from support.refusals import refused
 from support.router_stack import ANSWER_TEXT

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_router.api.openai_fields import (
+from pdserve_router.api.http.openapi import OPERATIONS
+from pdserve_router.api.openai.fields import (
     MESSAGE_WITHOUT_EFFECT,
     REFUSED,
     REFUSED_IN_CHAT,
@@ -16,23 +17,22 @@ from pdserve_router.api.openai_fields import (
     REFUSED_IN_RESPONSES,
     WITHOUT_EFFECT,
 )
-from pdserve_router.api.openai_format import ERROR_STATUSES, http_status
-from pdserve_router.api.openai_types import (
+from pdserve_router.api.openai.format import ERROR_STATUSES, http_status
+from pdserve_router.api.openai.types import (
     ChatCompletionBody,
     ChoicesBody,
     CompletionBody,
     GenerationBody,
     StreamOptions,
 )
-from pdserve_router.api.openapi import OPERATIONS
-from pdserve_router.api.pooling_types import (
+from pdserve_router.api.pooling.types import (
     ClassifyBody,
     EmbeddingBody,
     PoolBody,
     RerankBody,
     ScoreBody,
 )
-from pdserve_router.api.responses_types import ResponsesBody
+from pdserve_router.api.responses.types import ResponsesBody
 
 DOC = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 MODEL = "pdserve-tiny"
@@ -274,8 +274,8 @@ async def test_answers_have_the_headers_of_the_table(http) -> None:
 def test_the_table_of_errors_has_every_status() -> None:
     rows = table("Errors")
     assert [int(row[0]) for row in rows] == sorted({*ERROR_STATUSES, 401, 404, 405, 413})
-    from pdserve_common.engine_types import EngineError, ErrorCode
     from pdserve_common.errors import error_from_engine
+    from pdserve_common.types.engine import EngineError, ErrorCode
 
     for code in ErrorCode:
         status = http_status(error_from_engine(EngineError(code=code, message="")))

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve_router.api import http_connections
-from pdserve_router.api.http_connections import MAX_HEADER_BYTES, MAX_HEADERS
+from pdserve_router.api.http import connections as http_connections
+from pdserve_router.api.http.connections import MAX_HEADER_BYTES, MAX_HEADERS
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from pdserve_common.version import VERSION
-from pdserve_router.api.openai_fields import REFUSED_IN_COMPLETIONS, WITHOUT_EFFECT
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
-from pdserve_router.api.pooling_types import ClassifyBody, PoolBody, RerankBody, ScoreBody
+from pdserve_router.api.openai.fields import REFUSED_IN_COMPLETIONS, WITHOUT_EFFECT
+from pdserve_router.api.openai.types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.pooling.types import ClassifyBody, PoolBody, RerankBody, ScoreBody
 from pdserve_router.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -148,7 +148,7 @@ async def test_every_path_is_described_and_answers_as_described(http, start_stac
 
 
 def routes_of(http) -> list:
-    from pdserve_router.api.openai_http import build_app
+    from pdserve_router.api.http.app import build_app
 
     unused = dict.fromkeys(("router", "max_body_bytes", "writes", "edge", "unknown_fields"))
     router = unused.pop("router")

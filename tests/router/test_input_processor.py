@@ -7,19 +7,19 @@ from tokenizers import processors
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
-from pdserve_common.capabilities import Capabilities
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_common.limits.validation import MAX_STOP_TOKEN_IDS, PROBE_PRIORITY
 from pdserve_common.structured import to_structural_tag
-from pdserve_common.validation import MAX_STOP_TOKEN_IDS, PROBE_PRIORITY
-from pdserve_router.requests import input_processor
-from pdserve_router.requests.generation_request import GenerationRequest
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool
+from pdserve_common.types.capabilities import Capabilities
+from pdserve_common.types.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_router.requests.input import input_processor
+from pdserve_router.requests.input.generation_request import GenerationRequest
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.input.tool_use import ToolMode, ToolUse, as_tool
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content
 from pdserve_router.workers.model_limits import ModelLimits
-from pdserve_router.workers.prefix_index import prefix_hashes
+from pdserve_router.workers.routing.prefix_index import prefix_hashes
 
 DELTA = RequestOutputKind.DELTA
 LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.runtime import Runtime
-from pdserve_router.workers.kv_cache_follower import KVCacheFollower
-from pdserve_router.workers.prefix_index import PrefixIndex
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_router.workers.routing.kv_cache_follower import KVCacheFollower
+from pdserve_router.workers.routing.prefix_index import PrefixIndex
 from pdserve_worker import kv_cache_feed
 from pdserve_worker.kv_cache_feed import CachedBlocks
 from support import metrics

@@ -13,9 +13,9 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.api import edge_processes
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.request_limits import (
+from pdserve_router.api.edge import processes as edge_processes
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.input.request_limits import (
     INLINE_BYTES,
     MAX_MESSAGES,
     MAX_STRINGS,
@@ -211,8 +211,8 @@ def nothing_here(monkeypatch):
         def fail(*args: object, **kwargs: object) -> None:
             raise AssertionError("in the router's own process")
 
-        monkeypatch.setattr("pdserve_router.api.openai_request.parse_body", fail)
-        monkeypatch.setattr("pdserve_router.api.grpc_service._parse", fail)
+        monkeypatch.setattr("pdserve_router.api.openai.request.parse_body", fail)
+        monkeypatch.setattr("pdserve_router.api.grpc.service._parse", fail)
         monkeypatch.setattr(InputProcessor, "process", fail)
         monkeypatch.setattr(InputProcessor, "tokenize", fail)
         monkeypatch.setattr(InputProcessor, "detokenize", fail)
@@ -339,7 +339,7 @@ async def test_a_large_request_is_answered_like_a_small_one(
         large = await stack.api.post(COMPLETION, json=body)
         assert large.status_code == 200
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
-        monkeypatch.setattr("pdserve_router.api.openai_endpoints.is_small", lambda raw, mark: True)
+        monkeypatch.setattr("pdserve_router.api.openai.endpoints.is_small", lambda raw, mark: True)
         small = await stack.api.post(COMPLETION, json=body)
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
         assert content(large) == content(small)

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, WorkerRole
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers import pairs
+from pdserve_common.types.engine import EngineCoreRequest, Generate, WorkerRole
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.clients.worker_client import WorkerClient
+from pdserve_router.workers.routing import pairs
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from support.modelled_pool import ModelledPool, modelled
 
 ENOUGH = pairs.ENOUGH_PARTNERS

@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from pdserve_router.api.offload import INLINE_POSITIONS, write_off_loop
-from pdserve_router.requests.outputs import CompletionOutput, RequestOutput
+from pdserve_router.api.http.offload import INLINE_POSITIONS, write_off_loop
+from pdserve_router.requests.output.outputs import CompletionOutput, RequestOutput
 from support.fake_worker import logprobs_of
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from fake_model import copy_with_template
 
-from pdserve_router.api.openai_fields import (
+from pdserve_router.api.openai.fields import (
     MAX_NAMES,
     MESSAGE_WITHOUT_EFFECT,
     REFUSED,
@@ -14,7 +14,7 @@ from pdserve_router.api.openai_fields import (
     REFUSED_IN_MESSAGE,
     WITHOUT_EFFECT,
 )
-from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.requests.records.request_metrics import RequestMetrics
 from pdserve_router.text.tokenizer import Tokenizer
 from support.router_stack import ANSWER_TEXT, events_of
 

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import RepetitionDetectionParams
-from pdserve_router.api.openai_parse import parse_body
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_common.types.engine import ErrorCode, FinishReason, LogprobsLists
+from pdserve_common.types.sampling_params import RepetitionDetectionParams
+from pdserve_router.api.openai.parse import parse_body
+from pdserve_router.api.openai.types import ChatCompletionBody, CompletionBody
 from support.fake_worker import EOS, fails_with, hang
 from support.router_stack import ANSWER_TEXT, events_of
 from support.waiting import until
@@ -376,7 +376,9 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
         raise ValueError("broken on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve_router.workers.worker_client.WorkerClient.add_request", broken)
+        patch.setattr(
+            "pdserve_router.workers.clients.worker_client.WorkerClient.add_request", broken
+        )
         response = await http.post("/v1/completions", json=COMPLETION)
     assert response.status_code == 500
     await stack.assert_idle()

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.types.engine import ErrorCode
 from support.fake_worker import EOS
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until

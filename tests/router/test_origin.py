@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.origin import UNKNOWN, Origin, joined
 from support.fake_worker import engine_info
 

@@ -6,19 +6,19 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import PdserveError
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     Generate,
     LogprobsLists,
 )
-from pdserve_common.errors import PdserveError
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
-from pdserve_router.requests.output_processor import RequestState
-from pdserve_router.requests.outputs import Ending, Usage
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
+from pdserve_common.types.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_router.requests.output.output_processor import RequestState
+from pdserve_router.requests.output.outputs import Ending, Usage
+from pdserve_router.requests.records.request_metrics import RequestMetrics, Timeline
 from support.fake_worker import logprobs_of
 
 

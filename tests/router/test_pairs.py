@@ -12,7 +12,12 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.limits.validation import PROBE_PRIORITY
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineInfo,
@@ -22,16 +27,12 @@ from pdserve_common.engine_types import (
     KVLost,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import PROBE_PRIORITY
-from pdserve_router.workers import pair_probe, pairs, worker_pool
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers import worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
-from pdserve_router.workers.route_chooser import RoutingRules
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.clients.worker_client import WorkerClient
+from pdserve_router.workers.routing import pair_probe, pairs
+from pdserve_router.workers.routing.route_chooser import RoutingRules
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import (
     EOS,

@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode, FinishReason, WorkerRole
-from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from pdserve_common.types.engine import ErrorCode, FinishReason, WorkerRole
+from pdserve_router.requests.records.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from support.fake_worker import PREFILL_STATS, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT, Stack
 from support.waiting import until

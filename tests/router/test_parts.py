@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_router.api.openai_parts import delta_object, message_object
+from pdserve_router.api.openai.parts import delta_object, message_object
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import (
     Content,

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from pdserve_client.client import build_request
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import OverloadedError
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.text.parts import Picture
 from pdserve_router.text.picture_processor import PictureProcessor
 from support.fake_worker import Running
@@ -321,6 +321,6 @@ async def test_a_defect_of_a_put_ends_the_request(
     def fail(*args: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("pdserve_router.workers.tensor_client._messages", fail)
+    monkeypatch.setattr("pdserve_router.workers.clients.tensor_client._messages", fail)
     answer = await http.post(CHAT, json=body(picture_part(RED)))
     assert answer.status_code == 503, answer.text

@@ -9,11 +9,11 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode, Pool
-from pdserve_common.lora_types import LoRAAdapter
+from pdserve_common.types.engine import ErrorCode, Pool
+from pdserve_common.types.lora import LoRAAdapter
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN
-from pdserve_router.workers.prefix_index import prefix_hashes
-from pdserve_router.workers.routing_policy import ROUTING_POLICIES
+from pdserve_router.workers.routing.prefix_index import prefix_hashes
+from pdserve_router.workers.routing.routing_policy import ROUTING_POLICIES
 from support.fake_worker import (
     EMBEDDER,
     all_behave,
@@ -355,7 +355,7 @@ async def test_a_drain_lets_it_end_and_cuts_what_takes_too_long(start_stack) -> 
 
 
 async def test_it_is_counted_and_logged(stack, caplog) -> None:
-    with caplog.at_level(logging.INFO, "pdserve_router.requests.request_log"):
+    with caplog.at_level(logging.INFO, "pdserve_router.requests.records.request_log"):
         await stack.stub.Pool(request(request_id="mine"))
         await until(lambda: caplog.records)
     (record,) = caplog.records

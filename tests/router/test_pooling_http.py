@@ -10,22 +10,22 @@ import openai
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from pdserve_common.engine_types import ErrorCode
-from pdserve_router.api.openai_fields import REFUSED_IN_POOLING, REFUSED_IN_RERANK, WITHOUT_EFFECT
-from pdserve_router.api.pooling_answer import (
+from pdserve_common.types.engine import ErrorCode
+from pdserve_router.api.openai.fields import REFUSED_IN_POOLING, REFUSED_IN_RERANK, WITHOUT_EFFECT
+from pdserve_router.api.pooling.answer import (
     EmbeddingsAnswer,
     PoolingAnswer,
     RerankAnswer,
     frame_of,
 )
-from pdserve_router.api.pooling_batch import MAX_AT_ONCE
-from pdserve_router.api.pooling_endpoint import POOLING_PATHS
-from pdserve_router.requests.outputs import Usage
-from pdserve_router.requests.request_limits import (
+from pdserve_router.api.pooling.batch import MAX_AT_ONCE
+from pdserve_router.api.pooling.endpoint import POOLING_PATHS
+from pdserve_router.requests.input.request_limits import (
     MAX_POOLED_INPUTS,
     MAX_POOLED_NUMBERS,
     MAX_POOLED_TOKENS,
 )
+from pdserve_router.requests.output.outputs import Usage
 from pdserve_router.text.served_model import labels_of
 from pdserve_router.text.tokenizer import Cut, Tokenizer, shares_of
 from support.fake_worker import EMBEDDER, all_behave, hang, pool, vector_of

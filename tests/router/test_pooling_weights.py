@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from pdserve_router.api.pooling_batch import MAX_AT_ONCE
+from pdserve_router.api.pooling.batch import MAX_AT_ONCE
 from support.crew import A, B, P
 from support.fake_worker import EMBEDDER, all_behave, pool
 from support.waiting import until

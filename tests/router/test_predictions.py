@@ -3,8 +3,8 @@
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import DraftStats
-from pdserve_router.requests.request_limits import MAX_CONTENT_PARTS
+from pdserve_common.types.engine import DraftStats
+from pdserve_router.requests.input.request_limits import MAX_CONTENT_PARTS
 from support.fake_worker import Running, decode
 
 CHAT = "/v1/chat/completions"

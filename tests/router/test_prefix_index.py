@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.block_hash import ROOT_HASH, hash_block, truncated_hashes
-from pdserve_common.engine_types import EngineCoreRequest, Generate, MultiModalFeatureSpec
-from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
+from pdserve_common.metrics.prefix_index import PrefixIndexMetrics
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
+from pdserve_common.tokens.block_hash import ROOT_HASH, hash_block, truncated_hashes
+from pdserve_common.types.engine import EngineCoreRequest, Generate, MultiModalFeatureSpec
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.routing.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
 from support.metrics import value
 from support.prefix_lengths import num_cached
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreRequest,
     EngineInfo,
     Generate,
     KVPrefixSource,
     WorkerRole,
 )
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers.legs import make_legs
-from pdserve_router.workers.prefix_source import find_prefix_source, may_lend
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.clients.legs import make_legs
+from pdserve_router.workers.routing.prefix_source import find_prefix_source, may_lend
 from support.fake_worker import engine_info
 from support.stub_worker import StubWorker
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from support.fake_worker import FakeWorker

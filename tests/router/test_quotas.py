@@ -13,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool
 from pdserve_common.errors import InvalidRequestError, OverloadedError
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.quota_metrics import MAX_NAMES, QUOTA_OUTCOMES, QuotaMetrics
+from pdserve_common.metrics.quotas import MAX_NAMES, QUOTA_OUTCOMES, QuotaMetrics
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.requests.fair_queue import FairQueue
-from pdserve_router.requests.input_processor import ProcessedInput
-from pdserve_router.requests.part_places import PartPlaces
-from pdserve_router.requests.quotas import Admission, Quotas, Reservation
-from pdserve_router.requests.tenant_account import (
+from pdserve_common.types.engine import EngineCoreRequest, Generate, Pool
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.requests.input.input_processor import ProcessedInput
+from pdserve_router.requests.tenants.fair_queue import FairQueue
+from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.quotas import Admission, Quotas, Reservation
+from pdserve_router.requests.tenants.tenant_account import (
     UNSET_MAX_TOKENS,
     RateLimitError,
     TenantLimits,
     duration_text,
 )
-from pdserve_router.requests.token_bucket import TokenBucket
+from pdserve_router.requests.tenants.token_bucket import TokenBucket
 from support.clock import Clock
 
 NAME = "alice"

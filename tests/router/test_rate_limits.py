@@ -14,8 +14,8 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_router.api.api_keys_file import read_api_keys
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.request_limits import INLINE_BYTES
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.input.request_limits import INLINE_BYTES
 from support.fake_worker import EMBEDDER, Running, decode, hang, is_probe, pool, prefill
 from support.router_stack import Stack, replace_file, tokens_of
 from support.waiting import until

@@ -12,13 +12,13 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     ErrorCode,
     KVLost,
     WorkerRole,
 )
 from pdserve_router.requests import single_completion
-from pdserve_router.workers import attach_client
+from pdserve_router.workers.clients import attach_client
 from pdserve_router.workers.worker import WorkerState
 from support.fake_worker import (
     EOS,

@@ -20,7 +20,10 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common import wire
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -33,19 +36,16 @@ from pdserve_common.engine_types import (
     KVTransferParams,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.outputs import RequestOutput
+from pdserve_router.requests.output.outputs import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.routing.route_chooser import Route
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from support.fake_worker import MODEL, engine_info
 
 NUM_WALKS = 400

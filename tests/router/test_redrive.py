@@ -13,7 +13,11 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.limits.validation import MAX_ATTEMPT
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
@@ -21,11 +25,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import MAX_ATTEMPT
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests import redrive
 from pdserve_router.requests.redrive import (
     SMALL_NUM_TOKENS,
@@ -34,7 +34,7 @@ from pdserve_router.requests.redrive import (
     RedriveQueue,
 )
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.routing.route_chooser import Route
 from support.clock import Clock
 from support.fake_worker import engine_info
 from support.stub_worker import StubWorker

@@ -4,8 +4,8 @@ import grpc
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineCoreEvent, EngineCoreEventType, KVLost, WorkerRole
-from pdserve_router.requests.request_events import MAX_EVENTS
+from pdserve_common.types.engine import EngineCoreEvent, EngineCoreEventType, KVLost, WorkerRole
+from pdserve_router.requests.records.request_events import MAX_EVENTS
 from support.fake_worker import Running, decode, hang, prefill
 from support.refusals import refused
 

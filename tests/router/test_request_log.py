@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode
-from pdserve_common.logging import make_formatter
-from pdserve_router.requests import request_log
-from pdserve_router.requests.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
+from pdserve_common.observability.logging import make_formatter
+from pdserve_common.types.engine import ErrorCode
+from pdserve_router.requests.records import request_log
+from pdserve_router.requests.records.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
 from support.fake_worker import fails_with, hang
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until

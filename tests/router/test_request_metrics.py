@@ -6,9 +6,9 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import KVTransferStats, PrefillStats
-from pdserve_common.metrics import RouterMetrics
-from pdserve_router.requests.request_metrics import (
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.types.engine import KVTransferStats, PrefillStats
+from pdserve_router.requests.records.request_metrics import (
     FIRST_ITL_STAGES,
     TTFT_STAGES,
     RequestMetrics,

@@ -8,10 +8,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pdserve_common.engine_types import ErrorCode
-from pdserve_router.api.openai_types import ChoicesBody, GenerationBody
-from pdserve_router.api.responses_types import ResponsesBody
-from pdserve_router.requests.request_limits import INLINE_BYTES, MAX_CONTENT_PARTS, MAX_MESSAGES
+from pdserve_common.types.engine import ErrorCode
+from pdserve_router.api.openai.types import ChoicesBody, GenerationBody
+from pdserve_router.api.responses.types import ResponsesBody
+from pdserve_router.requests.input.request_limits import (
+    INLINE_BYTES,
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+)
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
 

@@ -9,21 +9,21 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import (
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
     Generate,
 )
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_common.types.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
-from pdserve_router.requests.output_processor import RequestState
-from pdserve_router.requests.outputs import Ending, Usage
+from pdserve_router.requests.output.output_processor import RequestState
+from pdserve_router.requests.output.outputs import Ending, Usage
+from pdserve_router.requests.output.resume import ResumedCompletion
 from pdserve_router.requests.parent_request import ParentRequest
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
-from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.requests.records.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.parts import ToolCallDelta
 from pdserve_router.workers.worker import WorkerState
@@ -391,7 +391,7 @@ async def test_a_worker_may_be_gone_when_the_request_is_sent(
 
 
 async def test_a_resume_of_too_many_tokens_is_refused(stack, answer, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.requests.resume.MAX_RESUMED_TOKENS", 3)
+    monkeypatch.setattr("pdserve_router.requests.output.resume.MAX_RESUMED_TOKENS", 3)
     resume = [{"index": i, "token_ids": answer[:2]} for i in range(2)]
     with pytest.raises(grpc.aio.AioRpcError, match="resume has 4 tokens, at most 3"):
         await generate(stack, resume=resume, n=2)

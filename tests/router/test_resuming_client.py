@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_common.types.sampling_params import RequestOutputKind, SamplingParams
 from support.cut_proxy import cut_proxies
 from support.fake_worker import Running
 from support.refusals import refused

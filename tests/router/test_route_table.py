@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from pdserve_common.engine_types import WorkerRole
-from pdserve_router.workers.indexed_set import IndexedSet
-from pdserve_router.workers.route_table import RouteTable
+from pdserve_common.types.engine import WorkerRole
+from pdserve_router.workers.routing.indexed_set import IndexedSet
+from pdserve_router.workers.routing.route_table import RouteTable
 from support.stub_worker import StubWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

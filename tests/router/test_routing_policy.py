@@ -9,14 +9,14 @@ from operator import attrgetter
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, SchedulerStats, WorkerRole
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers.candidates import Candidates
-from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
-from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
-from pdserve_router.workers.route_table import RouteTable
-from pdserve_router.workers.routing_policy import (
+from pdserve_common.types.engine import EngineCoreRequest, Generate, SchedulerStats, WorkerRole
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.routing.candidates import Candidates
+from pdserve_router.workers.routing.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
+from pdserve_router.workers.routing.prefix_policy import PrefixRouting, RoutingWeights
+from pdserve_router.workers.routing.route_table import RouteTable
+from pdserve_router.workers.routing.routing_policy import (
     ROUTING_POLICIES,
     PowerOfTwo,
     RoundRobin,

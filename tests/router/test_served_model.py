@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve_common.tokenizer_digest import tokenizer_digest
+from pdserve_common.tokens.tokenizer_digest import tokenizer_digest
 from pdserve_router.workers.worker import WorkerState
 from support.waiting import until
 

@@ -11,12 +11,12 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import WorkerRole
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from support.crew import ANSWERS, A, B, numbers
 from support.fake_worker import MODEL, engine_info
 from support.waiting import until

@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import WorkerRole
-from pdserve_router.api.grpc_service import SERVICE_NAME
+from pdserve_common.types.engine import WorkerRole
+from pdserve_router.api.grpc.service import SERVICE_NAME
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from support.fake_worker import FakeWorker
@@ -95,7 +95,7 @@ async def test_the_drain_timeout_ends_the_rest_with_a_typed_error(start_stack) -
 
 
 async def test_the_router_logs_its_load(start_stack, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("pdserve_common.load_log.INTERVAL_S", 0.05)
+    monkeypatch.setattr("pdserve_common.observability.load_log.INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, logger="pdserve_router.router")
 
     def loads() -> list[dict]:
@@ -209,7 +209,7 @@ async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
 
 
 async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
-    from pdserve_common.metrics_server import MetricsServer
+    from pdserve_common.metrics.server import MetricsServer
 
     monkeypatch.setattr("pdserve_router.server.MetricsServer", MetricsServer)
     config = RouterConfig(

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pdserve_common.engine_types import ErrorCode
+from pdserve_common.types.engine import ErrorCode
 from support.fake_worker import all_behave, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until

@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode, ErrorFault, FinishReason
-from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from pdserve_common.types.engine import ErrorCode, ErrorFault, FinishReason
+from pdserve_router.requests.records.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from pdserve_router.workers.worker import WorkerState
 from support.fake_worker import EOS, KV_STATS, PREFILL_STATS, all_behave, fails_with, hang, prefill
 from support.refusals import refused

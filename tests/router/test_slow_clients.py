@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.types.engine import FinishReason
 from support.router_stack import WatchedHttpServer
 from support.waiting import until
 

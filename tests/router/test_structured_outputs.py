@@ -15,18 +15,18 @@ from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.capabilities import Capabilities
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import accepted as accepted_module
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.structured.accepted import AcceptedConstraints
-from pdserve_router.requests.constraint import check_constraint
-from pdserve_router.requests.request_limits import (
+from pdserve_common.types.capabilities import Capabilities
+from pdserve_common.types.sampling_params import StructuredOutputsParams
+from pdserve_router.requests.input.constraint import check_constraint
+from pdserve_router.requests.input.request_limits import (
     INLINE_PATTERN_CHARS,
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
-from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
+from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS
 from support.refusals import refused
 from support.samples import sampled
 

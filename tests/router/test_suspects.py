@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.requests import suspects
 from pdserve_router.requests.suspects import is_to_be_judged
 from support.engine_info import make_info

@@ -9,15 +9,15 @@ import grpc
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import ErrorCode
-from pdserve_router.api.edge_processes import EdgeSettings
+from pdserve_common.types.engine import ErrorCode
+from pdserve_router.api.edge.processes import EdgeSettings
 from pdserve_router.config import RouterConfig
-from pdserve_router.requests import input_processor
-from pdserve_router.requests.generation_request import GenerationRequest
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.tenant import owned
+from pdserve_router.requests.input import input_processor
+from pdserve_router.requests.input.generation_request import GenerationRequest
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.tenants.tenant import owned
 from pdserve_router.workers.model_limits import ModelLimits
-from pdserve_router.workers.prefix_index import prefix_hashes
+from pdserve_router.workers.routing.prefix_index import prefix_hashes
 from support.fake_worker import Running, decode
 from support.refusals import refused
 

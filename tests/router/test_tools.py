@@ -5,7 +5,7 @@ import json
 import pytest
 from fake_model import copy_with_template
 
-from pdserve_router.requests.request_limits import INLINE_BYTES
+from pdserve_router.requests.input.request_limits import INLINE_BYTES
 from pdserve_router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"

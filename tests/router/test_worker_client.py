@@ -7,9 +7,11 @@ import pytest
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common import wire
-from pdserve_common.attach_protocol import PROTOCOL_VERSION
-from pdserve_common.defects import DEFECTS, watch_event_loop
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.observability.defects import DEFECTS, watch_event_loop
+from pdserve_common.rpc.attach_protocol import PROTOCOL_VERSION
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -18,17 +20,15 @@ from pdserve_common.engine_types import (
     Generate,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError
-from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers import attach_client
-from pdserve_router.workers.attach_client import AttachStream, LinkTimings
-from pdserve_router.workers.kv_cache_follower import KVCacheFollower
-from pdserve_router.workers.listeners import Listeners, TokenCallback, no_token
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.lora import LoRAAdapter, LoRAAdapters
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers.clients import attach_client
+from pdserve_router.workers.clients.attach_client import AttachStream, LinkTimings
+from pdserve_router.workers.clients.listeners import Listeners, TokenCallback, no_token
+from pdserve_router.workers.clients.worker_client import WorkerClient
+from pdserve_router.workers.routing.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.fake_worker import MODEL, FakeWorker, Running, decode, fails_with, hang, no_wait
 from support.metrics import value

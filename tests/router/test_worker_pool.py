@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
@@ -19,17 +22,15 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError, OverloadedError
-from pdserve_common.metrics import RouterMetrics
-from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.workers import candidates, circuit_breaker
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.workers import circuit_breaker
 from pdserve_router.workers.cells import Cell
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.duplicates import Duplicates
-from pdserve_router.workers.prefix_index import prefix_hashes
-from pdserve_router.workers.route_chooser import Route, RoutingRules
+from pdserve_router.workers.routing import candidates
+from pdserve_router.workers.routing.prefix_index import prefix_hashes
+from pdserve_router.workers.routing.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import MODEL, FakeWorker, Running, fails_with, hang
 from support.router_stack import TIMINGS, replace_file

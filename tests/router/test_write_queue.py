@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import FinishReason
-from pdserve_router.api.write_queue import WriteQueue
+from pdserve_common.types.engine import FinishReason
+from pdserve_router.api.http.write_queue import WriteQueue
 from support.router_stack import events_of, tokens_of
 from support.waiting import until
 

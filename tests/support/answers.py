@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
     FinishReason,
     LogprobsLists,
 )
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_engine.assemble import LoadedEngine
 from support.engines import run_to_end
 
 

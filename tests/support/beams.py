@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pdserve_common.sampling_params import EarlyStopping, SamplingParams
+from pdserve_common.types.sampling_params import EarlyStopping, SamplingParams
 
 EARLY_STOPPING = {
     EarlyStopping.FALSE: False,

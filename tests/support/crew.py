@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 from support.fake_worker import FakeWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

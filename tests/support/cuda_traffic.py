@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
@@ -30,7 +30,7 @@ def recorded_launches() -> Iterator[Recorder]:
     """Within, launches and graphs are recorded; each draw brings TOKEN_ID, and no NaN."""
     from pdserve_engine.sampling import logprobs
     from pdserve_kernels import triton
-    from pdserve_kernels.triton import sampling
+    from pdserve_kernels.triton.sampling import sample as sampling
 
     def results(num_rows: int, num_parts: int, device: torch.device) -> Iterator[torch.Tensor]:
         chosen = torch.tensor([[TOKEN_ID], [0]]).repeat(1, num_rows)

@@ -38,7 +38,7 @@ class AllOfThem(DraftLengths):
 
 def lengths_chosen_by(lengths: type[DraftLengths] = AllOfThem) -> AbstractContextManager[object]:
     """Schedulers that are made within have their drafts' lengths chosen so."""
-    return mock.patch("pdserve_engine.core.drafts.DraftLengths", lengths)
+    return mock.patch("pdserve_engine.core.features.drafts.DraftLengths", lengths)
 
 
 def make_noisy_model(model: Path, folder: Path, *, noise: float) -> Path:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from pdserve_common.engine_client import NO_TENSORS, OutputsCallback, Tensors
-from pdserve_common.engine_types import (
+from pdserve_common.errors import DrainingError
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
     WorkerRole,
 )
-from pdserve_common.errors import DrainingError
+from pdserve_common.types.engine_client import NO_TENSORS, OutputsCallback, Tensors
 from support.fake_worker import engine_info
 
 

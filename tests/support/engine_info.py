@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from pdserve_common.engine_types import EngineInfo, WorkerRole
+from pdserve_common.types.engine import EngineInfo, WorkerRole
 
 _INFO = EngineInfo(
     engine_id="e",

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import (
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.rpc.channels import RpcServer
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.rpc import RpcServer
+from pdserve_common.types.engine_client import NO_TENSORS, Tensors
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.rank import Rank
-from pdserve_worker.kv_link_client import KVLinkPool
-from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.kv_link.client import KVLinkPool
+from pdserve_worker.kv_link.service import SERVICE_NAME, KvTransferServicer
 from support.requests import PROMPT, greedy, make_request
 from support.waiting import TIMEOUT_S, until
 

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry
 from pdserve.v1 import engine_core_service_pb2 as pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as pb2_grpc
 from pdserve_common import wire
-from pdserve_common.attach_protocol import PROTOCOL_VERSION
-from pdserve_common.engine_types import (
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.rpc.attach_protocol import PROTOCOL_VERSION
+from pdserve_common.rpc.channels import rpc_errors, server_options
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -31,12 +33,10 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
-from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.pooling_params import GENERATE
-from pdserve_common.rpc import rpc_errors, server_options
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tensor_metrics import TensorMetrics
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.lora import LoRAAdapters
+from pdserve_common.types.pooling_params import GENERATE
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 from pdserve_worker.tensor_service import receive_tensor
 from pdserve_worker.tensor_store import TensorStore

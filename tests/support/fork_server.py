@@ -36,7 +36,7 @@ WORKER_MODULES = (
     *SERVICE_MODULES,
     "pdserve_engine.clients.__main__",
     "pdserve_engine.clients.child",
-    "pdserve_engine.clients.loading",
+    "pdserve_engine.assemble",
     "pdserve_engine.executor.build",
     "pdserve_engine.executor.rank",
     "pdserve_engine.executor.rank_server",
@@ -44,13 +44,13 @@ WORKER_MODULES = (
 ROUTER_MODULES = (
     "pdserve_router.__main__",
     "pdserve_router.server",
-    "pdserve_router.api.edge_child",
+    "pdserve_router.api.edge.child",
 )
 # Of processes that services start.
 CHILDREN = {
     "pdserve_engine.clients": WORKER_MODULES,
     "pdserve_engine.executor.rank": WORKER_MODULES,
-    "pdserve_router.api.edge_child": ROUTER_MODULES,
+    "pdserve_router.api.edge.child": ROUTER_MODULES,
 }
 PID = struct.Struct("!q")
 MAX_JOB_BYTES = 1 << 17
@@ -249,7 +249,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     modules = tuple(sys.argv[2:])
     if modules == ROUTER_MODULES:
-        from pdserve_router.api.no_torch import hide_torch
+        from pdserve_router.api.edge.no_torch import hide_torch
 
         hide_torch()
     for module in modules:

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.reasoning import Reasoning
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate, KVTransferParams
-from pdserve_common.kv_types import (
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreRequest, Generate, KVTransferParams
+from pdserve_common.types.kv import (
     PROTOCOL_VERSION,
     KVLinkWelcome,
     KVSessionId,
@@ -20,12 +21,10 @@ from pdserve_common.kv_types import (
     SessionEndReason,
     new_epoch,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer import factory
 from pdserve_engine.kv_transfer.base import (
     Checksum,
     ConnectorContext,
@@ -34,8 +33,9 @@ from pdserve_engine.kv_transfer.base import (
     PoolTransport,
     ReadResult,
 )
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.connectors.links import KVLink
+from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
@@ -43,8 +43,8 @@ from pdserve_engine.kv_transfer.ports import (
     PullFinished,
     StartAllowed,
 )
-from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.transport import factory
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
 from pdserve_engine.request.request import Request, RequestStatus
 from support.local_transport import LocalRegistry, LocalTransport
 from support.metrics import value

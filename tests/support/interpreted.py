@@ -182,8 +182,9 @@ def interpreted_kernels(kernels: Any = None) -> Iterator[None]:
     """A Driver that is made within has the kernels, the model and the runner of CUDA, on the CPU:
     for the interpreter. Unless other kernels are given they are Triton's.
     """
-    from pdserve_engine.models import llama, transformers_backend
-    from pdserve_engine.runner.make_runner import make_runner
+    from pdserve_engine.models import llama
+    from pdserve_engine.models.transformers_backend import model as transformers_backend
+    from pdserve_engine.runner.load.make_runner import make_runner
     from pdserve_engine.sampling import state
     from pdserve_kernels import triton
     from support import model_driver

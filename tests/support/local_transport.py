@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
+from pdserve_common.types.kv import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv_transfer.base import PoolTransport, ReadDone, ReadResult, check_block_ids
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache

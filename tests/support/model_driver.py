@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pdserve_common.engine_types import MultiModalFeatureSpec
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import MultiModalFeatureSpec
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.lora.adapter import read_adapter
@@ -25,9 +25,9 @@ from pdserve_engine.request.sched_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from pdserve_engine.runner.make_runner import make_runner
-from pdserve_engine.runner.model_runner import NO_DRAFTS
-from pdserve_engine.runner.model_source import shard_of
+from pdserve_engine.runner.load.make_runner import make_runner
+from pdserve_engine.runner.load.model_source import shard_of
+from pdserve_engine.runner.run.model_runner import NO_DRAFTS
 from pdserve_kernels.groups import Group
 from pdserve_kernels.reference import argmax
 from support.adapters import merged_greedy

@@ -9,7 +9,7 @@ from pdserve_common.errors import (
     NoWorkerError,
     PdserveError,
 )
-from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
+from pdserve_common.types.lora import LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_router.workers.worker import Worker, WorkerState
 from support.modelled_pool import ModelledPool
 

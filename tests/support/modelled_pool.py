@@ -11,14 +11,14 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineInfo, KVTransferStats, WorkerRole
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import EngineInfo, KVTransferStats, WorkerRole
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.prefix_index import PrefixIndex
-from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.routing.prefix_index import PrefixIndex
+from pdserve_router.workers.routing.route_chooser import RoutingRules
 from pdserve_router.workers.worker import Worker, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import KV_STATS, engine_info
@@ -147,7 +147,7 @@ class ModelledPool:
 @contextlib.contextmanager
 def modelled() -> Iterator[None]:
     """Within, all proofs go well."""
-    with mock.patch("pdserve_router.workers.pairs.probe", _prove):
+    with mock.patch("pdserve_router.workers.routing.pairs.probe", _prove):
         yield
 
 

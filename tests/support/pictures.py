@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
-from pdserve_common.tensors import tensor_ref
+from pdserve_common.types.engine import EngineCoreRequest, MultiModalFeatureSpec
+from pdserve_common.types.tensors import tensor_ref
 from support.models import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, IMAGE_TOKEN_ID, NUM_IMAGE_TOKENS
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)

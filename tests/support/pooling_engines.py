@@ -7,9 +7,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Pool
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.pooling_params import PoolingParams
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest, Pool
+from pdserve_common.types.pooling_params import PoolingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from support.engines import Client

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdserve_router.workers.prefix_index import PrefixIndex, WorkerT
+from pdserve_router.workers.routing.prefix_index import PrefixIndex, WorkerT
 
 
 def num_cached(index: PrefixIndex[WorkerT], hashes: Sequence[int]) -> dict[WorkerT, int]:

@@ -14,7 +14,7 @@ import httpx
 import tokenizers
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.sampling_params import (
+from pdserve_common.types.sampling_params import (
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,

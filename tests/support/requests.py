@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, Generate
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest, Generate
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request
 
 PROMPT = (5, 6, 7)

@@ -13,9 +13,9 @@ import httpx
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
-from pdserve_router.api.http_server import HttpServer
+from pdserve_router.api.http.server import HttpServer
 from pdserve_router.server import RouterServer
-from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.clients.attach_client import LinkTimings
 from support.fake_worker import FakeWorker
 from support.waiting import until
 

@@ -13,8 +13,8 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdserve_common.block_hash import ROOT_HASH, truncated_hashes
-from pdserve_common.engine_types import (
+from pdserve_common.tokens.block_hash import ROOT_HASH, truncated_hashes
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -18,13 +18,13 @@ from pdserve_common.engine_types import (
     KVTransferParams,
     KVTransferStats,
 )
-from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.waiting_for_fsm import CompileGrammar
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.core.waiting_for_fsm import CompileGrammar
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager

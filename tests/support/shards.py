@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdserve_common.kv_types import KVShard
+from pdserve_common.types.kv import KVShard
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
-from pdserve_engine.kv_transfer.shards import merge_checksums
+from pdserve_engine.kv_transfer.transport.shards import merge_checksums
 from support.handoff import BLOCK_SIZE, NUM_BLOCKS, Pair, make_identity, make_transport
 from support.local_transport import LocalRegistry
 

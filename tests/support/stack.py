@@ -18,14 +18,14 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import FREE_PORTS, ServiceProcess, Stack
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tokenizer_digest import tokenizer_digest
+from pdserve_common.tokens.tokenizer_digest import tokenizer_digest
+from pdserve_common.types.engine import WorkerRole
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.clients.worker_client import WorkerClient
 from support import forks
 from support.fork_server import Job, fork_service
 from support.metrics import scrape, total

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
-from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.runner.rank import Rank
+from pdserve_engine.runner.run.input_batch import InputBatch
 
 TIMEOUT_S = 120.0
 

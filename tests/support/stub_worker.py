@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import EngineInfo, KVTransferParams, SchedulerStats, WorkerRole
+from pdserve_common.types.engine import EngineInfo, KVTransferParams, SchedulerStats, WorkerRole
 from pdserve_router.workers.worker import WorkerState
 
 

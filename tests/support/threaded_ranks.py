@@ -19,7 +19,7 @@ from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
-from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.load.model_source import ModelSource
 from pdserve_engine.runner.rank import Rank
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from support.worker import LONG, Worker, serve

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from support.adapters import write_adapter

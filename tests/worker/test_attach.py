@@ -12,7 +12,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from pdserve_common.rpc.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pdserve_worker import attachment as attachment_module
 from pdserve_worker import router_stream as stream_module
 from support.cut_proxy import CutProxy, cut_proxies

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import DrainingError, RequestFailedError
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     FinishReason,
     WorkerRole,
 )
-from pdserve_common.errors import DrainingError, RequestFailedError
 from pdserve_worker import attachment as module
 from pdserve_worker import outbox as outbox_module
 from pdserve_worker.attachment import (

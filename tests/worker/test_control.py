@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.runner import model_source
+from pdserve_engine.runner.load import model_source
 from support.refusals import refused
 from support.steps import held_steps, slowed_steps
 from support.waiting import until

@@ -10,17 +10,17 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, Generate, WorkerRole
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
 from pdserve_common.runtime import Runtime
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest, Generate, WorkerRole
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_router.text.served_model import ServedModel
-from pdserve_router.workers.attach_client import LinkTimings
-from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
+from pdserve_router.workers.clients.attach_client import LinkTimings
+from pdserve_router.workers.clients.worker_client import WorkerClient
+from pdserve_router.workers.routing.prefix_index import PrefixIndex, prefix_hashes
 from pdserve_router.workers.worker import WorkerState
-from pdserve_router.workers.worker_client import WorkerClient
 from support.cut_proxy import CutProxy
 from support.metrics import value
 from support.prefix_lengths import num_cached

@@ -3,7 +3,9 @@ import random
 
 import pytest
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import OverloadedError
+from pdserve_common.rpc.channels import MAX_MESSAGE_BYTES
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineError,
@@ -11,8 +13,6 @@ from pdserve_common.engine_types import (
     FinishReason,
     SchedulerStats,
 )
-from pdserve_common.errors import OverloadedError
-from pdserve_common.rpc import MAX_MESSAGE_BYTES
 from pdserve_common.wire.output import engine_core_outputs_to_proto
 from pdserve_worker import outbox as module
 from pdserve_worker.outbox import Outbox

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from pdserve_worker import outgoing as outgoing_module
-from pdserve_worker.outgoing import Outgoing
+from pdserve_worker.kv_link import outgoing as outgoing_module
+from pdserve_worker.kv_link.outgoing import Outgoing
 
 
 async def test_messages_of_any_thread_come_in_order() -> None:

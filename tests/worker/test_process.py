@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from pdserve_common.engine_client import EngineClient
+from pdserve_common.types.engine_client import EngineClient
 from pdserve_worker.process import close_engine
 from support.waiting import wait_until
 
@@ -49,7 +49,7 @@ async def test_only_an_engine_with_a_problem_is_to_be_restarted(
 
 WORKER = """
 import asyncio, threading
-from pdserve_common.engine_client import EngineState
+from pdserve_common.types.engine_client import EngineState
 from pdserve_worker import process
 from pdserve_worker.config import WorkerConfig
 from support.engine_double import EngineDouble

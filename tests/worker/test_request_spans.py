@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import (
+from pdserve_common.observability.tracing_config import open_tracing
+from pdserve_common.types.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -22,9 +23,8 @@ from pdserve_common.engine_types import (
     Pool,
     PrefillStats,
 )
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tracing_config import open_tracing
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_worker.request_spans import RequestSpans
 from support.otlp import CollectedSpan, Collector
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import (
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.processes.calls import Call
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -18,9 +19,8 @@ from pdserve_common.engine_types import (
     PrefillStats,
     WorkerRole,
 )
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.processes.calls import Call
-from pdserve_common.verbs import ResetPrefixCache
+from pdserve_common.types.engine_client import NO_TENSORS, Tensors
+from pdserve_common.types.verbs import ResetPrefixCache
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_worker.self_check import SelfCheckError, check_engine

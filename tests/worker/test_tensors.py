@@ -11,8 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as pb2_grpc
-from pdserve_common.engine_client import NO_TENSORS
-from pdserve_common.engine_types import (
+from pdserve_common.errors import OverloadedError
+from pdserve_common.limits.receive_guard import ReceiveGuard
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.rpc.channels import RpcServer
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
@@ -22,12 +25,9 @@ from pdserve_common.engine_types import (
     TensorRef,
     WorkerRole,
 )
-from pdserve_common.errors import OverloadedError
-from pdserve_common.receive_guard import ReceiveGuard
-from pdserve_common.rpc import RpcServer
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tensors import MAX_CHUNK_BYTES, TensorNotHeldError, tensor_ref
+from pdserve_common.types.engine_client import NO_TENSORS
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_common.types.tensors import MAX_CHUNK_BYTES, TensorNotHeldError, tensor_ref
 from pdserve_common.wire import to_proto
 from pdserve_worker import tensor_service
 from pdserve_worker.attach_service import EngineCoreServicer

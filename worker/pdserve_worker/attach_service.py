@@ -12,14 +12,6 @@ import grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common import attach_protocol, defects
-from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
-from pdserve_common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
 from pdserve_common.errors import (
     EngineDeadError,
     FailedPreconditionError,
@@ -27,10 +19,19 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
-from pdserve_common.liveness import HEARTBEAT_S, every
-from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.request_validation import validate_engine_core_request
-from pdserve_common.rpc import rpc_errors
+from pdserve_common.limits.request_validation import validate_engine_core_request
+from pdserve_common.observability import defects
+from pdserve_common.rpc import attach_protocol
+from pdserve_common.rpc.channels import rpc_errors
+from pdserve_common.rpc.liveness import HEARTBEAT_S, every
+from pdserve_common.types.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from pdserve_common.types.engine_client import NO_TENSORS, EngineClient, Tensors
+from pdserve_common.types.lora import LoRAAdapters
 from pdserve_common.version import VERSION
 from pdserve_common.wire import (
     engine_core_output_to_proto,
@@ -52,7 +53,7 @@ from pdserve_worker.tensor_service import receive_tensor
 from pdserve_worker.tensor_store import TensorStore, tensor_not_held
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Tracing
+    from pdserve_common.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve_common import defects
-from pdserve_common.engine_client import NO_TENSORS, EngineClient, Tensors
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.errors import PdserveError, RequestFailedError
-from pdserve_common.liveness import sleep_awake
+from pdserve_common.observability import defects
+from pdserve_common.rpc.liveness import sleep_awake
+from pdserve_common.types.engine import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.types.engine_client import NO_TENSORS, EngineClient, Tensors
 from pdserve_worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
 from pdserve_worker.request_spans import RequestSpans
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Tracing
+    from pdserve_common.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from pdserve_common.config import LogLevel, opt
-from pdserve_common.tensors import MAX_TENSOR_BYTES
-from pdserve_common.tls import TlsConfig
-from pdserve_common.tracing_config import check_endpoint, endpoint_opt
-from pdserve_common.validation import id_problem
+from pdserve_common.limits.validation import id_problem
+from pdserve_common.observability.tracing_config import check_endpoint, endpoint_opt
+from pdserve_common.rpc.tls import TlsConfig
+from pdserve_common.types.tensors import MAX_TENSOR_BYTES
 
 # One router has at most half of it, which is to hold any tensor.
 MIN_TENSOR_CACHE_BYTES = 2 * MAX_TENSOR_BYTES

@@ -11,11 +11,11 @@ from google.protobuf.message import Message
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
-from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import EngineDeadError, InvalidRequestError
 from pdserve_common.processes.calls import Call
-from pdserve_common.rpc import RpcServer, rpc_errors
-from pdserve_common.verbs import VERBS
+from pdserve_common.rpc.channels import RpcServer, rpc_errors
+from pdserve_common.types.engine_client import EngineClient
+from pdserve_common.types.verbs import VERBS
 from pdserve_common.wire import from_proto, to_proto, verb_result_to_proto
 from pdserve_worker.attach_service import EngineCoreServicer
 

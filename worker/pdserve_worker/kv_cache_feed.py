@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable
 from itertools import islice
 
-from pdserve_common import defects
-from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.observability import defects
+from pdserve_common.types.kv import KVCacheEvents
 
 logger = logging.getLogger(__name__)
 

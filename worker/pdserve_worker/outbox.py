@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import OverloadedError, PdserveError
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
     LogprobsLists,
 )
-from pdserve_common.errors import OverloadedError, PdserveError
 
 MAX_PENDING_BYTES = 16 * 1024 * 1024
 # Of one request: it has to fit into one message, by this rough measure.

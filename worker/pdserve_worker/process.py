@@ -14,20 +14,20 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common import defects
 from pdserve_common.config import warn_of_unknown_variables
-from pdserve_common.descriptors import descriptor_limit, raise_descriptor_limit
-from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import PdserveError
-from pdserve_common.logging import setup_logging
-from pdserve_common.metrics import BuildMetrics, LimitMetrics
-from pdserve_common.metrics_server import MetricsServer
+from pdserve_common.limits.receive_guard import ReceiveGuard
+from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.metrics.services import BuildMetrics, LimitMetrics
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.observability import defects
+from pdserve_common.observability.logging import setup_logging
+from pdserve_common.observability.tracing_config import open_tracing
+from pdserve_common.processes.descriptors import descriptor_limit, raise_descriptor_limit
 from pdserve_common.processes.lifecycle import end_now
-from pdserve_common.receive_guard import ReceiveGuard
-from pdserve_common.rpc import RpcServer
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tls import Tls
-from pdserve_common.tracing_config import open_tracing
+from pdserve_common.rpc.channels import RpcServer
+from pdserve_common.rpc.tls import Tls
+from pdserve_common.types.engine_client import EngineClient
 from pdserve_common.version import VERSION
 from pdserve_worker import control_service
 from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
@@ -36,7 +36,7 @@ from pdserve_worker.self_check import check_engine
 from pdserve_worker.tensor_store import TensorStore
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Tracing
+    from pdserve_common.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

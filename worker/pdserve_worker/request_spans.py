@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -18,7 +18,7 @@ from pdserve_common.engine_types import (
 )
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import AttributeValue, Span, Tracing
+    from pdserve_common.observability.tracing import AttributeValue, Span, Tracing
 
 # vLLM's name, so that what is made for its traces finds ours.
 SPAN_NAME = "llm_request"

@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.message import Message
 
 from pdserve_common.errors import ClientTooSlowError, DeadlineExceededError, RequestAbortedError
-from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
+from pdserve_common.rpc.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
 from pdserve_worker.attachment import Attachment
 from pdserve_worker.kv_cache_feed import KVCacheFeed
 

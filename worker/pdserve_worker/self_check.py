@@ -8,8 +8,8 @@ import secrets
 import time
 from typing import NamedTuple
 
-from pdserve_common.engine_client import EngineClient
-from pdserve_common.engine_types import (
+from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -17,10 +17,10 @@ from pdserve_common.engine_types import (
     Generate,
     Pool,
 )
-from pdserve_common.errors import PdserveError, error_from_engine
-from pdserve_common.pooling_params import GENERATE, PoolingParams
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.verbs import ResetPrefixCache
+from pdserve_common.types.engine_client import EngineClient
+from pdserve_common.types.pooling_params import GENERATE, PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_common.types.verbs import ResetPrefixCache
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import TensorRef
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
-from pdserve_common.tensors import MAX_CHUNK_BYTES, begin_hash, num_bytes, validate_tensor_ref
+from pdserve_common.types.engine import TensorRef
+from pdserve_common.types.tensors import MAX_CHUNK_BYTES, begin_hash, num_bytes, validate_tensor_ref
 from pdserve_common.wire import from_proto
 from pdserve_worker.tensor_store import TensorStore
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NoReturn
 
-from pdserve_common.engine_types import TensorRef
 from pdserve_common.errors import OverloadedError
-from pdserve_common.tensor_metrics import TensorMetrics
-from pdserve_common.tensors import TensorNotHeldError, num_bytes
+from pdserve_common.metrics.tensors import TensorMetrics
+from pdserve_common.types.engine import TensorRef
+from pdserve_common.types.tensors import TensorNotHeldError, num_bytes
 
 # A request comes within it behind the last of its tensors, or puts them again.
 LEASE_S = 10.0

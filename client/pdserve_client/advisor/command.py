@@ -27,7 +27,7 @@ from pdserve_client.advisor.simulator import Outcome, Simulation, Split
 from pdserve_client.advisor.trace import Trace, draw_trace, read_trace
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import api_key, tls_of
-from pdserve_common.tls import Tls
+from pdserve_common.rpc.tls import Tls
 
 DESCRIPTION = """\
 Say which split of workers into prefill and decode serves a trace at the highest rate within

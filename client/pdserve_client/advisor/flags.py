@@ -11,7 +11,7 @@ from pdserve_client.advisor.search import Objectives
 from pdserve_client.advisor.simulator import Split
 from pdserve_client.advisor.trace import HASH_BLOCK_TOKENS, Lengths, parse_lengths
 from pdserve_common.config import add_config_flags
-from pdserve_common.tls import TlsConfig
+from pdserve_common.rpc.tls import TlsConfig
 
 MAX_WORKERS = 64
 

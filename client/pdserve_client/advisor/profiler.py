@@ -19,10 +19,10 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.advisor.cost_profile import CostProfile, HandoffCost, StepCost, WorkerLimits
 from pdserve_client.advisor.least_squares import Fit, fit
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import EngineInfo, WorkerRole
-from pdserve_common.rpc import open_blocking_channel
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.tls import Tls
+from pdserve_common.rpc.channels import open_blocking_channel
+from pdserve_common.rpc.tls import Tls
+from pdserve_common.types.engine import EngineInfo, WorkerRole
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_common.wire import from_proto
 
 # Below it most tokenizers have their special tokens.

@@ -1,6 +1,6 @@
 """A modelled worker: the engine's planner and its KV pool, with steps that cost what was measured.
 
-It plans as `core/planner.py` of the engine does: no phases, each request catches up from its
+It plans as `core/step_planner.py` of the engine does: no phases, each request catches up from its
 computed tokens to its last known one, running ones first.
 """
 

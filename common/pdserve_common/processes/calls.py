@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
-from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.types.engine import EngineError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, cast
 
 from pdserve_common.errors import DeadlineExceededError, PdserveError
-from pdserve_common.liveness import HEARTBEAT_S, AwakeClock
 from pdserve_common.processes.calls import (
     Answer,
     Call,
@@ -19,6 +18,7 @@ from pdserve_common.processes.calls import (
     ResultT,
 )
 from pdserve_common.processes.frames import FrameCodec, MessageT
+from pdserve_common.rpc.liveness import HEARTBEAT_S, AwakeClock
 
 # Above this an end that does not read counts as stalled ...
 STALL_BYTES = 1024 * 1024

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import tags
 from pdserve_common.structured.json_text import check_size, field_name, parse_json
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_CHOICES = 1000
 # A structural tag may have the schemas of many tools.

@@ -6,9 +6,9 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.structured.tags import Format
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 
 MAX_ENTRIES = 4096
 MAX_BYTES = 32 * 1024 * 1024

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.structured.json_text import check_size
 from pdserve_common.structured.node import short
 from pdserve_common.structured.tags import Format, read_format
+from pdserve_common.types.engine import EngineCoreRequest
+from pdserve_common.types.sampling_params import SamplingParams
 
 MAX_MARKER_BYTES = 64
 _FIELD = "reasoning_parser_kwargs"

@@ -22,11 +22,14 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common import engine_types, kv_types, lora_types, sampling_params
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.pooling_params import GENERATE
 from pdserve_common.processes.calls import Call, ResultT
-from pdserve_common.verbs import VERBS
+from pdserve_common.types import engine as engine_types
+from pdserve_common.types import kv as kv_types
+from pdserve_common.types import lora as lora_types
+from pdserve_common.types import sampling_params
+from pdserve_common.types.pooling_params import GENERATE
+from pdserve_common.types.verbs import VERBS
 from pdserve_common.wire.convert import enum_from_proto, ns_to_seconds, seconds_to_ns
 
 T = TypeVar("T")

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common import kv_types
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.types import kv as kv_types
 from pdserve_common.wire.codec import from_proto, to_proto
 
 # By their names in the oneofs of both directions.

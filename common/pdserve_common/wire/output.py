@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     DraftStats,
     EngineCoreEvent,
     EngineCoreEventType,

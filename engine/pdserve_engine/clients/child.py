@@ -11,9 +11,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from pdserve_common import defects
-from pdserve_common.engine_client import EngineClient, EngineState, Tensors
-from pdserve_common.engine_types import (
+from pdserve_common.errors import PdserveError
+from pdserve_common.metrics.services import EngineMetrics, GrammarMetrics, KVTransferMetrics
+from pdserve_common.observability import defects
+from pdserve_common.observability.logging import setup_logging
+from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
+from pdserve_common.processes.channel import Channel
+from pdserve_common.rpc.liveness import HEARTBEAT_S, every
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -21,13 +26,8 @@ from pdserve_common.engine_types import (
     FinishReason,
     SchedulerStats,
 )
-from pdserve_common.errors import PdserveError
-from pdserve_common.liveness import HEARTBEAT_S, every
-from pdserve_common.logging import setup_logging
-from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
-from pdserve_common.processes.calls import Answer, Call, Failed, ProtocolError
-from pdserve_common.processes.channel import Channel
+from pdserve_common.types.engine_client import EngineClient, EngineState, Tensors
+from pdserve_common.types.lora import LoRAAdapters
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost, host_links

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pdserve_common import defects
 from pdserve_common.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -18,10 +17,11 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.observability import defects
 from pdserve_common.processes.calls import Call, ResultT
 from pdserve_common.runtime import Runtime
-from pdserve_common.verbs import READING_VERBS
-from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
+from pdserve_common.types.verbs import READING_VERBS
+from pdserve_engine.runner.operate.control import HANDLERS, EngineControl, Wait
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
 CONTROL_TIMEOUT_S = 600.0

@@ -17,27 +17,27 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_common import defects
-from pdserve_common.engine_client import (
-    NO_TENSORS,
-    EngineState,
-    KVCacheEventsCallback,
-    OutputsCallback,
-    Tensors,
-)
-from pdserve_common.engine_types import (
+from pdserve_common.errors import DrainingError, EngineDeadError
+from pdserve_common.metrics.services import GrammarMetrics, KVTransferMetrics
+from pdserve_common.observability import defects
+from pdserve_common.processes.calls import Call, ResultT
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
     SchedulerStats,
 )
-from pdserve_common.errors import DrainingError, EngineDeadError
-from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
-from pdserve_common.processes.calls import Call, ResultT
-from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine_client import (
+    NO_TENSORS,
+    EngineState,
+    KVCacheEventsCallback,
+    OutputsCallback,
+    Tensors,
+)
+from pdserve_engine.assemble import LoadedEngine, load_engine
 from pdserve_engine.clients.control import ControlClient
-from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import StepResult

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Union
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.cores import confine_process
-from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
-from pdserve_common.model_folder import find_model
+from pdserve_common.metrics.services import EngineMetrics, GrammarMetrics, KVTransferMetrics
+from pdserve_common.model_files.model_folder import find_model
+from pdserve_common.processes.cores import confine_process
 from pdserve_engine.clients.stats import EngineStatsRecorder
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.kv_transfer.net_devices import keep_to_host
+from pdserve_engine.kv_transfer.transport.net_devices import keep_to_host
 
 if TYPE_CHECKING:
     from pdserve_engine.clients.inproc import InprocEngineClient

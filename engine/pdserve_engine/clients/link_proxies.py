@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
+from pdserve_common.types.kv import (
     KVLinkHello,
     KVLinkRequestMessage,
     KVLinkResponseMessage,
@@ -23,12 +23,17 @@ from pdserve_engine.clients.messages import (
     LinkUp,
 )
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
-from pdserve_engine.kv_transfer.endpoint import (
+from pdserve_engine.kv_transfer.connectors.endpoint import (
     KVConsumerEndpoint,
     KVProducerEndpoint,
     RequestLink,
 )
-from pdserve_engine.kv_transfer.links import KVLink, check_welcome, find_mismatch, make_hello
+from pdserve_engine.kv_transfer.connectors.links import (
+    KVLink,
+    check_welcome,
+    find_mismatch,
+    make_hello,
+)
 
 # Sends a message of a link by its number, or of ALL of a connector's.
 Send = Callable[[LinkMessage, int], None]

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-from pdserve_common.defects import Loop
-from pdserve_common.engine_client import EngineState
-from pdserve_common.engine_types import (
+from pdserve_common.observability.defects import Loop
+from pdserve_common.processes.calls import Answer, Call, CancelCall, Failed
+from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.types.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
     SchedulerStats,
 )
-from pdserve_common.kv_types import (
+from pdserve_common.types.engine_client import EngineState
+from pdserve_common.types.kv import (
     BlocksReady,
     CancelRequest,
     Granted,
@@ -33,10 +35,8 @@ from pdserve_common.kv_types import (
     Revoke,
     SessionEnded,
 )
-from pdserve_common.lora_types import LoRAAdapters
-from pdserve_common.processes.calls import Answer, Call, CancelCall, Failed
-from pdserve_common.processes.frames import FrameCodec
-from pdserve_common.verbs import VERBS
+from pdserve_common.types.lora import LoRAAdapters
+from pdserve_common.types.verbs import VERBS
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.base import KVIdentity
 

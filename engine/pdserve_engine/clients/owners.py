@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest
 
 # Of requests whose front end is gone and that have not ended yet.
 _NOBODY = -1

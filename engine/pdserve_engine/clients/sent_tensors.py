@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from pdserve_common.engine_client import Tensors
+from pdserve_common.types.engine_client import Tensors
 
 
 class SentTensors:

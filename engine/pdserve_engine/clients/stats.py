@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Iterable, Mapping
 
-from pdserve_common import defects
-from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
-from pdserve_common.load_log import LoadLog
-from pdserve_common.metrics import EngineMetrics
+from pdserve_common.metrics.services import EngineMetrics
+from pdserve_common.observability import defects
+from pdserve_common.observability.load_log import LoadLog
+from pdserve_common.types.engine import EngineCoreOutput, SchedulerStats
 
 logger = logging.getLogger(__name__)
 

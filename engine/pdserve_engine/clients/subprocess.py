@@ -8,32 +8,32 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import defects
-from pdserve_common.engine_client import (
-    NO_TENSORS,
-    EngineState,
-    KVCacheEventsCallback,
-    OutputsCallback,
-    Tensors,
-)
-from pdserve_common.engine_types import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineInfo,
-    SchedulerStats,
-)
 from pdserve_common.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
     OverloadedError,
 )
-from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.liveness import HEARTBEAT_S, keep_calling
-from pdserve_common.lora_types import LoRAAdapters
+from pdserve_common.observability import defects
 from pdserve_common.processes.calls import Call, ProtocolError, ResultT
 from pdserve_common.processes.channel import MAX_UNSENT_BYTES, Channel
 from pdserve_common.processes.child import ChildProcess, start
+from pdserve_common.rpc.liveness import HEARTBEAT_S, keep_calling
+from pdserve_common.types.engine import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    SchedulerStats,
+)
+from pdserve_common.types.engine_client import (
+    NO_TENSORS,
+    EngineState,
+    KVCacheEventsCallback,
+    OutputsCallback,
+    Tensors,
+)
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.lora import LoRAAdapters
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.metrics import EngineProcessCollector

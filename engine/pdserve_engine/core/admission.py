@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
+from pdserve_engine.core.handoff.remote_prefill import Room
 from pdserve_engine.core.places import Places
-from pdserve_engine.core.remote_prefill import Room
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request

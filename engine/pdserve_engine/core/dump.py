@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pdserve_common.engine_types import SchedulerStats
+from pdserve_common.types.engine import SchedulerStats
 from pdserve_engine.request.sched_output import NewRequestData, SchedulerOutput
 
 

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import EngineCoreRequest, Generate, Pool, SchedulerStats
 from pdserve_common.errors import DrainingError
-from pdserve_common.kv_types import KVCacheEvents
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineCoreRequest, Generate, Pool, SchedulerStats
+from pdserve_common.types.engine_client import NO_TENSORS, Tensors
+from pdserve_common.types.kv import KVCacheEvents
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.executor import ExecutedStep, Executor, Pending
 from pdserve_engine.core.scheduler import Scheduler

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 
-from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
+from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.progress import ScheduledTokens

@@ -17,19 +17,19 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from pdserve_common.engine_types import EngineCoreEventType
+from pdserve_common.types.engine import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.adapters import AdapterPool
-from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager
-from pdserve_engine.core.forks import Forks
+from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
+from pdserve_engine.core.features.forks import Forks
+from pdserve_engine.core.features.waiting_for_fsm import WaitingForFSM
+from pdserve_engine.core.handoff.decode_slots import Seats
+from pdserve_engine.core.handoff.prefixes import PrefixPulls
+from pdserve_engine.core.handoff.remote_decode import RemoteDecodes
+from pdserve_engine.core.handoff.remote_prefill import RemotePrefills
 from pdserve_engine.core.in_flight import InFlight
-from pdserve_engine.core.prefixes import PrefixPulls
-from pdserve_engine.core.remote_decode import RemoteDecodes
-from pdserve_engine.core.remote_prefill import RemotePrefills
 from pdserve_engine.core.running import KVReady, Running
-from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.suspects import Suspects
-from pdserve_engine.core.waiting_for_fsm import WaitingForFSM
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, PrefixConsumerPort, ProducerPort
 from pdserve_engine.request.request import Request, RequestStatus

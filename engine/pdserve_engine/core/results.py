@@ -4,8 +4,8 @@ now; and the end of a request.
 
 from collections.abc import Callable, Sequence
 
-from pdserve_common.engine_types import DraftStats, EngineError, LogprobsLists
 from pdserve_common.errors import RequestFailedError
+from pdserve_common.types.engine import DraftStats, EngineError, LogprobsLists
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.places import Places
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager

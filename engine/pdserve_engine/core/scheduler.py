@@ -14,36 +14,39 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pdserve_common.capabilities import adapter_not_held
-from pdserve_common.engine_types import (
-    DraftStats,
-    EngineCoreEventType,
-    EngineError,
-    SchedulerStats,
-)
 from pdserve_common.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     PdserveError,
     RequestFailedError,
 )
-from pdserve_common.tensors import TensorNotHeldError
+from pdserve_common.types.capabilities import adapter_not_held
+from pdserve_common.types.engine import (
+    DraftStats,
+    EngineCoreEventType,
+    EngineError,
+    SchedulerStats,
+)
+from pdserve_common.types.tensors import TensorNotHeldError
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.admission import Admission
-from pdserve_engine.core.draft_prefills import DraftPrefills
-from pdserve_engine.core.drafts import Drafts
-from pdserve_engine.core.encoder_cache_manager import EncoderCacheManager, encoder_cache_size
-from pdserve_engine.core.forks import find_source
+from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.draft_prefills import DraftPrefills
+from pdserve_engine.core.features.drafts import Drafts
+from pdserve_engine.core.features.encoder_cache_manager import (
+    EncoderCacheManager,
+    encoder_cache_size,
+)
+from pdserve_engine.core.features.forks import find_source
+from pdserve_engine.core.features.pictures import TENSOR_NOT_HELD, refuse_pictures
+from pdserve_engine.core.features.waiting_for_fsm import CompileGrammar, WaitingForFSM
+from pdserve_engine.core.handoff.kv_events import KVEvents
+from pdserve_engine.core.handoff.prefixes import PrefixLoans, PrefixPulls
 from pdserve_engine.core.in_flight import InFlight
-from pdserve_engine.core.kv_events import KVEvents
-from pdserve_engine.core.pictures import TENSOR_NOT_HELD, refuse_pictures
 from pdserve_engine.core.places import Places
-from pdserve_engine.core.planner import Planner
-from pdserve_engine.core.prefixes import PrefixLoans, PrefixPulls
 from pdserve_engine.core.results import Results
 from pdserve_engine.core.step_plan import DECODE, StepPlan
-from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM
+from pdserve_engine.core.step_planner import Planner
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
     ConsumerPort,

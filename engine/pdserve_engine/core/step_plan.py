@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pdserve_engine.core.encoder_cache_manager import EncoderStep
+from pdserve_engine.core.features.encoder_cache_manager import EncoderStep
 from pdserve_engine.request.progress import ScheduledTokens
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import (

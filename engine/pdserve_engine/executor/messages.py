@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-from pdserve_common.kv_types import KVRankEndpoint
 from pdserve_common.processes.calls import Answer, Call, Failed
 from pdserve_common.processes.frames import FrameCodec
+from pdserve_common.types.kv import KVRankEndpoint
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_engine.runner.rank_calls import RANK_CALLS
 

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdserve_common.call_thread import CallThread
-from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_cores
-from pdserve_common.kv_types import KVShard
+from pdserve_common.processes.call_thread import CallThread
 from pdserve_common.processes.calls import Call, ResultT
+from pdserve_common.processes.cores import cpu_limit, format_cores, share_cores, usable_cores
+from pdserve_common.types.kv import KVShard
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages
@@ -26,7 +26,7 @@ from pdserve_engine.executor.rank_transport import RemoteTransport
 from pdserve_engine.executor.ranks import Ranks
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
-from pdserve_engine.kv_transfer.shards import merge_checksums
+from pdserve_engine.kv_transfer.transport.shards import merge_checksums
 from pdserve_engine.request.sched_output import EMPTY_MODEL_RUNNER_OUTPUT, SchedulerOutput
 from pdserve_engine.runner.rank_calls import BlockChecksums
 

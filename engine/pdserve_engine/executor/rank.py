@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 
-from pdserve_common.cores import confine_process, parse_cores
+from pdserve_common.processes.cores import confine_process, parse_cores
 from pdserve_common.processes.lifecycle import be_child, end_now
 
 

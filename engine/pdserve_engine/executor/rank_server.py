@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from pdserve_common.call_thread import CallerThread
-from pdserve_common.logging import setup_logging
+from pdserve_common.observability.logging import setup_logging
+from pdserve_common.processes.call_thread import CallerThread
 from pdserve_common.processes.calls import Call, Failed, Handlers, answer
 from pdserve_common.processes.connection import Connection
 from pdserve_engine.core.executor import ExecutedStep
@@ -33,8 +33,8 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
-from pdserve_engine.runner.model_source import ModelSource
-from pdserve_engine.runner.plugins import load_general_plugins
+from pdserve_engine.runner.load.model_source import ModelSource
+from pdserve_engine.runner.load.plugins import load_general_plugins
 from pdserve_engine.runner.rank import Rank
 from pdserve_engine.runner.rank_calls import RANK_CALLS
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVRankEndpoint
+from pdserve_common.types.kv import KVRankEndpoint
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.messages import TransportCommand, TransportEvent
 from pdserve_engine.kv_transfer.base import (
@@ -16,7 +16,7 @@ from pdserve_engine.kv_transfer.base import (
     ReadResult,
     check_block_ids,
 )
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 
 
 class _Peer(NamedTuple):

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve_common import defects
+from pdserve_common.observability import defects
 from pdserve_common.processes.calls import Failed, ProtocolError
 from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages

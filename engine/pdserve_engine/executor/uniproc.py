@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from pdserve_common.call_thread import CallerThread, Calls, CallThread
+from pdserve_common.processes.call_thread import CallerThread, Calls, CallThread
 from pdserve_common.processes.calls import ResultT
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, RankCall
 from pdserve_engine.kv.block_copier import BlockCopier

@@ -10,7 +10,7 @@ def main() -> None:
     """Compile what comes over the inherited socket until its other end closes."""
     be_child()
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to import, and not needed
-    from pdserve_engine.grammar.child import serve
+    from pdserve_engine.grammar.compiler_process import serve
 
     serve(socket.socket(fileno=int(sys.argv[1])))
 

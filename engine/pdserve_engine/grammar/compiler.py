@@ -8,8 +8,6 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from pdserve_common import defects
-from pdserve_common.call_thread import CallThread
 from pdserve_common.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -17,13 +15,16 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.observability import defects
+from pdserve_common.processes.call_thread import CallThread
 from pdserve_common.processes.calls import Call
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.accepted import StructuralTags, digest_of
 from pdserve_common.structured.reasoning import Reasoning
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.cache import GrammarCache
-from pdserve_engine.grammar.child import LOWEST_PRIORITY, MAX_SMALL_BYTES
+from pdserve_engine.grammar.compiler_client import CompilerProcess
+from pdserve_engine.grammar.compiler_process import LOWEST_PRIORITY, MAX_SMALL_BYTES
 from pdserve_engine.grammar.fair_jobs import FairJobs
 from pdserve_engine.grammar.messages import (
     Compile,
@@ -41,7 +42,6 @@ from pdserve_engine.grammar.native import (
     TokenizerInfo,
     compile_structural_tag,
 )
-from pdserve_engine.grammar.process import CompilerProcess
 
 logger = logging.getLogger(__name__)
 

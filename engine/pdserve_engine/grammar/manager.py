@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pdserve_common import defects
-from pdserve_common.call_thread import CallThread
-from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, RequestFailedError
+from pdserve_common.observability import defects
+from pdserve_common.processes.call_thread import CallThread
+from pdserve_common.types.engine import EngineError
 from pdserve_engine.grammar.forced import ForcedText, whole_characters
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar, Matcher
 from pdserve_engine.grammar.vocabulary import Encode

@@ -7,8 +7,8 @@ import msgspec
 
 from pdserve_common.processes.calls import Answer, Call, Failed
 from pdserve_common.processes.frames import FrameCodec
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured.tags import Format
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):

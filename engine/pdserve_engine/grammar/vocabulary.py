@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from pdserve_common.token_bytes import piece_decoder
+from pdserve_common.tokens.token_bytes import piece_decoder
 from pdserve_engine.grammar.native import TokenizerInfo
 
 # Begins what special tokens stand for. No text has this byte, so that a grammar reaches them by

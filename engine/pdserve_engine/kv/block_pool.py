@@ -5,8 +5,8 @@ Source of the design: vLLM V1's BlockPool and FreeKVCacheBlockQueue. Owned by th
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pdserve_common.block_hash import ROOT_HASH, truncated_hashes
-from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.tokens.block_hash import ROOT_HASH, truncated_hashes
+from pdserve_common.types.kv import KVCacheEvents
 
 
 class KVCacheBlock:

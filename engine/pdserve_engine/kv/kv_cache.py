@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout, KVShard
+from pdserve_common.types.kv import KVGroup, KVGroupKind, KVLayout, KVShard
 from pdserve_engine.kv.kv_groups import KVGroupLayers, group_layers
 from pdserve_engine.kv.memory import wait_for_stream
 from pdserve_kernels import select

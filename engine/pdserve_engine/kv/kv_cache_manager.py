@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Protocol
 
-from pdserve_common.block_hash import extend_block_hashes
+from pdserve_common.tokens.block_hash import extend_block_hashes
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 from pdserve_engine.request.request import Request

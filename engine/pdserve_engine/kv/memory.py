@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_common.cgroups import CGROUPS, PROC, group_folders
+from pdserve_common.processes.cgroups import CGROUPS, PROC, group_folders
 
 
 class _CgroupFiles(NamedTuple):

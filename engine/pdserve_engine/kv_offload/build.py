@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.kv_offload_metrics import KVOffloadMetrics
+from pdserve_common.metrics.kv_offload import KVOffloadMetrics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve_common.block_hash import ROOT_HASH
-from pdserve_common.call_thread import CallThread
-from pdserve_common.kv_offload_metrics import KVOffloadMetrics
+from pdserve_common.metrics.kv_offload import KVOffloadMetrics
+from pdserve_common.processes.call_thread import CallThread
+from pdserve_common.tokens.block_hash import ROOT_HASH
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv.block_pool import BlockPool, KVCacheBlock
 from pdserve_engine.kv_offload.tier import KVTier

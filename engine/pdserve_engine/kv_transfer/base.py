@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome, KVRankEndpoint
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.kv import KVEndpoint, KVLayout, KVLinkWelcome, KVRankEndpoint
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
-from pdserve_engine.kv_transfer import shards
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport import shards
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pdserve_common.kv_types import KVLayout
+from pdserve_common.types.kv import KVLayout
 from pdserve_engine.grammar.native import xgrammar_version
 from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.loader import weights_digest
+from pdserve_engine.models.weights.loader import weights_digest
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 

@@ -9,7 +9,7 @@ of endpoint.py.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreRequest,
     EngineError,
     KVLost,
@@ -17,7 +17,7 @@ from pdserve_common.engine_types import (
 )
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_transfer.session import SessionKey
+    from pdserve_engine.kv_transfer.protocol.session import SessionKey
     from pdserve_engine.request.request import Request
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from pdserve_common.errors import KVTransferError
 from pdserve_engine.kv_transfer.base import RankTransport
-from pdserve_engine.kv_transfer.connector import Connector
-from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.connectors.connector import Connector
+from pdserve_engine.kv_transfer.transport.sharded_transport import ShardedTransport
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve_common.call_thread import CallThread
-from pdserve_common.hub_path import HubPath
+from pdserve_common.model_files.hub_path import HubPath
+from pdserve_common.processes.call_thread import CallThread
 from pdserve_common.processes.calls import Answer, Call, Failed
 from pdserve_common.processes.child import ChildProcess, start
 from pdserve_common.processes.connection import Connection

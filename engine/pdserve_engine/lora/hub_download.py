@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from pdserve_common.hub_path import is_commit
+from pdserve_common.model_files.hub_path import is_commit
 from pdserve_common.processes.connection import Connection, answer_calls
 from pdserve_common.processes.lifecycle import die_with_parent
 from pdserve_engine.lora.adapter_config import (

@@ -16,7 +16,7 @@ from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 
 if TYPE_CHECKING:  # needs Triton
-    from pdserve_kernels.triton.step_lora import StepLora
+    from pdserve_kernels.triton.linears.step_lora import StepLora
 
 # Which tokens of a step have which adapter: segments in ascending order, or on CUDA what lies on
 # the device, where a graph's replay reads it.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pdserve_common.pooling_params import PoolingTask
+from pdserve_common.types.pooling_params import PoolingTask
 from pdserve_engine.config import KVCacheDtype, LoadQuantization
 from pdserve_engine.models.experts import (
     ExpertsConfig,

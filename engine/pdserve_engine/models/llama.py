@@ -15,8 +15,12 @@ from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig, ModelError, PoolerConfig
-from pdserve_engine.models.layer_reader import LayerReader
-from pdserve_engine.models.llama_weights import (
+from pdserve_engine.models.quantization import Fp8Quantization
+from pdserve_engine.models.rope import build_cos_sin_cache
+from pdserve_engine.models.shard import WHOLE, Shard, check_shards
+from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
+from pdserve_engine.models.weights.layer_reader import LayerReader
+from pdserve_engine.models.weights.llama import (
     EMBEDDING,
     FINAL_NORM,
     INPUT_NORM,
@@ -31,17 +35,13 @@ from pdserve_engine.models.llama_weights import (
     lora_targets,
     weight_shapes,
 )
-from pdserve_engine.models.loader import Checkpoint, WeightPart
-from pdserve_engine.models.projection import Projection
-from pdserve_engine.models.quantization import Fp8Quantization
-from pdserve_engine.models.quantized_weights import (
+from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
+from pdserve_engine.models.weights.projection import Projection
+from pdserve_engine.models.weights.quantized import (
     check_unused_biases,
     read_projection,
     stored_weights,
 )
-from pdserve_engine.models.rope import build_cos_sin_cache
-from pdserve_engine.models.shard import WHOLE, Shard, check_shards
-from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer
 from pdserve_kernels.groups import Group

@@ -12,10 +12,10 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from pdserve_engine.models.config import LlamaConfig, VisionConfig
 from pdserve_engine.models.llama import LlamaModel
-from pdserve_engine.models.llama_weights import MODEL_PREFIX
-from pdserve_engine.models.loader import HEADS, Checkpoint, Progress
-from pdserve_engine.models.transformers_config import load_hf_config
-from pdserve_engine.models.transformers_weights import load_pretrained
+from pdserve_engine.models.transformers_backend.config import load_hf_config
+from pdserve_engine.models.transformers_backend.weights import load_pretrained
+from pdserve_engine.models.weights.llama import MODEL_PREFIX
+from pdserve_engine.models.weights.loader import HEADS, Checkpoint, Progress
 
 TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projector."
 _TOWERS: dict[str, type[PreTrainedModel]] = {

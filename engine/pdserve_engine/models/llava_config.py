@@ -19,7 +19,7 @@ from pdserve_engine.models.config import (
     read_native_config,
 )
 from pdserve_engine.models.pooler_config import read_pooler_config
-from pdserve_engine.models.transformers_config import load_hf_config
+from pdserve_engine.models.transformers_backend.config import load_hf_config
 
 LLAVA = "LlavaForConditionalGeneration"
 TEXT_MODELS: Mapping[str, str] = {

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.layer_reader import LayerReader
-from pdserve_engine.models.projection import Projection
 from pdserve_engine.models.shard import Shard
+from pdserve_engine.models.weights.layer_reader import LayerReader
+from pdserve_engine.models.weights.projection import Projection
 from pdserve_kernels.decoder import DenseMlp, Mlp
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from pdserve_common.pooling_params import CLASSIFY, EMBED, SCORE
+from pdserve_common.types.pooling_params import CLASSIFY, EMBED, SCORE
 from pdserve_engine.config import Convert, Runner
 from pdserve_engine.models.config import (
     BASE_MODEL,

@@ -21,15 +21,15 @@ from pdserve_engine.models.config import (
 )
 from pdserve_engine.models.features import features_of_facts, features_of_model
 from pdserve_engine.models.llama import LlamaModel
-from pdserve_engine.models.llama_weights import MODEL_PREFIX
-from pdserve_engine.models.loader import (
+from pdserve_engine.models.pooler_config import read_pooler_config
+from pdserve_engine.models.stage import ALL_LAYERS, Stage
+from pdserve_engine.models.weights.llama import MODEL_PREFIX
+from pdserve_engine.models.weights.loader import (
     Checkpoint,
     Progress,
     large_tensors_mapped_apart,
     show_progress,
 )
-from pdserve_engine.models.pooler_config import read_pooler_config
-from pdserve_engine.models.stage import ALL_LAYERS, Stage
 from pdserve_kernels.groups import Group
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def read_model_config(
     of_backend = {Feature.TRANSFORMERS: f"the transformers backend runs the model ({reason})"}
     check_combination(of_backend | features_of_facts(**facts), ModelError)
     # Takes seconds to import, and most models need none of it.
-    from pdserve_engine.models.transformers_config import read_transformers_config
+    from pdserve_engine.models.transformers_backend.config import read_transformers_config
 
     try:
         config = read_transformers_config(folder, raw, max_model_len, facts)
@@ -140,6 +140,6 @@ def load_model(
         if isinstance(config, LlamaConfig):
             return LlamaModel(config, checkpoint, device, group, stage)
         # Takes seconds to import, and most models need none of it.
-        from pdserve_engine.models.transformers_backend import TransformersModel
+        from pdserve_engine.models.transformers_backend.model import TransformersModel
 
         return TransformersModel(config, checkpoint, device)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from pdserve_common.pooling_params import PoolingParams
+from pdserve_common.types.pooling_params import PoolingParams
 from pdserve_engine.models.config import Activation, PoolerConfig
 from pdserve_engine.sampling.logits_rows import Rows
 

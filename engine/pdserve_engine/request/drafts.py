@@ -1,6 +1,6 @@
 """What may come behind a request's last token, and what became of that before."""
 
-from pdserve_common.engine_types import DraftStats
+from pdserve_common.types.engine import DraftStats
 
 
 class RequestDrafts:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from pdserve_common.engine_types import KVTransferStats
+from pdserve_common.types.engine import KVTransferStats
 from pdserve_engine.request.progress import ScheduledTokens
 from pdserve_engine.request.sched_output import ModelRunnerOutput
 

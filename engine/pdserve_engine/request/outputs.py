@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreOutput, KVLost, LogprobsLists
+from pdserve_common.types.engine import EngineCoreOutput, KVLost, LogprobsLists
 from pdserve_engine.request.request import Request, RequestStatus
 
 # Outputs by the client_index of the front end they go to.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import DraftSource
+from pdserve_common.types.engine import DraftSource
 
 
 @dataclass(frozen=True, slots=True)

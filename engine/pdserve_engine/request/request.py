@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
-from pdserve_common.engine_client import NO_TENSORS, Tensors
-from pdserve_common.engine_types import (
+from pdserve_common.limits.validation import PROBE_PRIORITY
+from pdserve_common.types.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreRequest,
@@ -18,8 +18,8 @@ from pdserve_common.engine_types import (
     Pool,
     PrefillStats,
 )
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_common.types.engine_client import NO_TENSORS, Tensors
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.drafts import RequestDrafts
 from pdserve_engine.request.handoff import Handoff

@@ -5,9 +5,9 @@ rest.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve_common.engine_types import EngineError, LogprobsLists, MultiModalFeatureSpec
-from pdserve_common.pooling_params import PoolingParams
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineError, LogprobsLists, MultiModalFeatureSpec
+from pdserve_common.types.pooling_params import PoolingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 
 

@@ -1,7 +1,7 @@
 """When a request is over by its tokens."""
 
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.token_end import token_end
+from pdserve_common.tokens.token_end import token_end
+from pdserve_common.types.engine import FinishReason
 from pdserve_engine.request.request import Request, RequestStatus
 
 _STATUSES = {

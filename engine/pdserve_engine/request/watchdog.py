@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pdserve_common.liveness import AwakeClock
+from pdserve_common.rpc.liveness import AwakeClock
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 # No step counts as hung before this: weights may have to be read from a disk first.

@@ -4,25 +4,25 @@ import logging
 from collections.abc import Callable
 
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.encoder_cache_manager import encoder_cache_size
 from pdserve_engine.core.executor import AdapterStore, LoadedModel
+from pdserve_engine.core.features.encoder_cache_manager import encoder_cache_size
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
-from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.transport.factory import make_transport
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
-from pdserve_engine.runner.adapters import RunnerAdapters
-from pdserve_engine.runner.draft_source import DraftModelSource
-from pdserve_engine.runner.drafter import DraftModel
-from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
-from pdserve_engine.runner.make_runner import make_runner
-from pdserve_engine.runner.model_source import ModelSource
-from pdserve_engine.runner.numerics import numerics_id
-from pdserve_engine.runner.profiler import StepProfiler
-from pdserve_engine.runner.sleep import SleepingMemory
-from pdserve_engine.runner.threads import use_threads
+from pdserve_engine.runner.draft.draft_source import DraftModelSource
+from pdserve_engine.runner.draft.drafter import DraftModel
+from pdserve_engine.runner.load.kv_sizing import measure_largest_step, num_blocks_that_fit
+from pdserve_engine.runner.load.make_runner import make_runner
+from pdserve_engine.runner.load.model_source import ModelSource
+from pdserve_engine.runner.load.numerics import numerics_id
+from pdserve_engine.runner.load.threads import use_threads
+from pdserve_engine.runner.operate.profiler import StepProfiler
+from pdserve_engine.runner.operate.sleep import SleepingMemory
+from pdserve_engine.runner.run.adapters import RunnerAdapters
 from pdserve_kernels import CudaKernels, name_of, select, use_on_cuda
 
 logger = logging.getLogger(__name__)

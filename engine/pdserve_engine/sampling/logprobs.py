@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_common.engine_types import LogprobsLists
+from pdserve_common.types.engine import LogprobsLists
 from pdserve_engine.sampling.logits_rows import Rows
 from pdserve_kernels import select
 from pdserve_kernels.exact_math import FIXED_POINT_ONE

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_kernels import KernelSet
 from pdserve_kernels.sampling_batch import PenalizedTokens

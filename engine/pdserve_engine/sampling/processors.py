@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from pdserve_common.errors import RequestFailedError
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 
 
 class LogitsProcessor(Protocol):

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_common.engine_types import EngineError, LogprobsLists
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineError, LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
@@ -24,7 +24,7 @@ from pdserve_engine.sampling.processors import (
 )
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_kernels import select
-from pdserve_kernels.reference.masks import mask_logits
+from pdserve_kernels.reference.sampling.masks import mask_logits
 from pdserve_kernels.sampling_batch import (
     MASK_BITS,
     PenalizedTokens,

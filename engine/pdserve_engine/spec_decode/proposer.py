@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from pdserve_common.engine_types import DraftSource
+from pdserve_common.types.engine import DraftSource
 from pdserve_engine.request.request import Request
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from pdserve_common.engine_types import DraftSource
+from pdserve_common.types.engine import DraftSource
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.proposer import Draft
 

@@ -32,8 +32,8 @@ from pdserve_kernels.cpu.sampling import (
     sample,
     sample_part,
 )
-from pdserve_kernels.reference.logprobs import logprob_terms
-from pdserve_kernels.reference.penalties import penalize
+from pdserve_kernels.reference.sampling.logprobs import logprob_terms
+from pdserve_kernels.reference.sampling.penalties import penalize
 
 __all__ = [
     "LinearWeight",

@@ -21,11 +21,11 @@ from pdserve_kernels.reference.linear import (
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.reference.logprobs import logprob_terms
 from pdserve_kernels.reference.lora import linear_lora, pack_adapter, pack_lora
 from pdserve_kernels.reference.moe import fused_moe, pack_moe
-from pdserve_kernels.reference.penalties import penalize
-from pdserve_kernels.reference.sampling import (
+from pdserve_kernels.reference.sampling.logprobs import logprob_terms
+from pdserve_kernels.reference.sampling.penalties import penalize
+from pdserve_kernels.reference.sampling.sample import (
     argmax,
     count_nans,
     linear_argmax,

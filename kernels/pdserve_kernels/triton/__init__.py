@@ -8,7 +8,7 @@ fused, as versions of Triton differ in that.
 from pdserve_kernels.triton import shared
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.decoder import run_decoder
-from pdserve_kernels.triton.linear import (
+from pdserve_kernels.triton.linears.linear import (
     LinearWeight,
     is_row_independent,
     is_shard_independent,
@@ -18,7 +18,7 @@ from pdserve_kernels.triton.linear import (
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.triton.sampling import linear_argmax
+from pdserve_kernels.triton.sampling.sample import linear_argmax
 from pdserve_kernels.triton.shared import *  # noqa: F403
 
 __all__ = [

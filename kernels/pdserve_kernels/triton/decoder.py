@@ -13,9 +13,9 @@ from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton import layers, moe
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
-from pdserve_kernels.triton.linear import linear, linear_of_ranks
-from pdserve_kernels.triton.lora import LinearLora
-from pdserve_kernels.triton.step_lora import StepLora
+from pdserve_kernels.triton.linears.linear import linear, linear_of_ranks
+from pdserve_kernels.triton.linears.lora import LinearLora
+from pdserve_kernels.triton.linears.step_lora import StepLora
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton import shared
 from pdserve_kernels.triton.attention import check_attention
 from pdserve_kernels.triton.decoder import DecoderFunctions, make_run_decoder
-from pdserve_kernels.triton.linear import (
+from pdserve_kernels.triton.linears.linear import (
     is_row_independent,
     is_shard_independent,
     linear,
@@ -26,7 +26,7 @@ from pdserve_kernels.triton.linear import (
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.triton.sampling import linear_argmax
+from pdserve_kernels.triton.sampling.sample import linear_argmax
 from pdserve_kernels.triton.shared import *  # noqa: F403
 
 __all__ = [

@@ -8,12 +8,12 @@ from pdserve_kernels.triton.layers import (
     rotary_embedding,
     silu_and_mul,
 )
-from pdserve_kernels.triton.linear import is_thread_independent
-from pdserve_kernels.triton.logprobs import logprob_terms
-from pdserve_kernels.triton.lora import pack_adapter, pack_lora
+from pdserve_kernels.triton.linears.linear import is_thread_independent
+from pdserve_kernels.triton.linears.lora import pack_adapter, pack_lora
 from pdserve_kernels.triton.moe import fused_moe, pack_moe
-from pdserve_kernels.triton.penalties import penalize
-from pdserve_kernels.triton.sampling import argmax, count_nans, sample, sample_part
+from pdserve_kernels.triton.sampling.logprobs import logprob_terms
+from pdserve_kernels.triton.sampling.penalties import penalize
+from pdserve_kernels.triton.sampling.sample import argmax, count_nans, sample, sample_part
 
 __all__ = [
     "argmax",

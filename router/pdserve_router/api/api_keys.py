@@ -11,14 +11,14 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve_common.followed import Followed
+from pdserve_common.processes.followed import Followed
 from pdserve_router.api.api_keys_file import read_api_keys
-from pdserve_router.api.grpc_service import SERVICE_NAME
-from pdserve_router.api.openai_format import plain_error_object
-from pdserve_router.requests.quotas import Quotas
-from pdserve_router.requests.request_log import note_api_key
-from pdserve_router.requests.tenant import tenant_var
-from pdserve_router.requests.tenant_account import TenantLimits
+from pdserve_router.api.grpc.service import SERVICE_NAME
+from pdserve_router.api.openai.format import plain_error_object
+from pdserve_router.requests.records.request_log import note_api_key
+from pdserve_router.requests.tenants.quotas import Quotas
+from pdserve_router.requests.tenants.tenant import tenant_var
+from pdserve_router.requests.tenants.tenant_account import TenantLimits
 
 _SCHEME = "bearer "
 # Served to everybody: they say nothing that is not public, and need no worker.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdserve_common.validation import PRIORITY_LIMIT
+from pdserve_common.limits.validation import PRIORITY_LIMIT
 
 MAX_FILE_BYTES = 1 << 20
 MIN_KEY_CHARS = 16

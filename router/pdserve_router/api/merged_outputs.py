@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from pdserve_router.requests.live_request import LiveRequest
-from pdserve_router.requests.outputs import RequestOutput
+from pdserve_router.requests.output.outputs import RequestOutput
 
 MergedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 

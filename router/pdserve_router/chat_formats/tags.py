@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured.reasoning import texts
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 
 Tag = dict[str, Any]
 

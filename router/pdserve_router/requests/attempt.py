@@ -3,22 +3,22 @@
 import dataclasses
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
     ErrorCode,
 )
-from pdserve_common.errors import NoWorkerError
-from pdserve_router.requests.output_processor import RequestState
-from pdserve_router.requests.request_spans import begin_attempt, end_attempt
-from pdserve_router.workers.legs import failure_of, has_failed, make_legs
-from pdserve_router.workers.listeners import OutputCallback, TokenCallback, no_token
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.requests.output.output_processor import RequestState
+from pdserve_router.requests.records.request_spans import begin_attempt, end_attempt
+from pdserve_router.workers.clients.legs import failure_of, has_failed, make_legs
+from pdserve_router.workers.clients.listeners import OutputCallback, TokenCallback, no_token
+from pdserve_router.workers.routing.route_chooser import Route
 from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 # How a handoff ends; values of a metric's label.
 HandoffOutcome = Literal[

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdserve_common.engine_types import LogprobsLists
-from pdserve_common.sampling_params import EarlyStopping, SamplingParams
+from pdserve_common.types.engine import LogprobsLists
+from pdserve_common.types.sampling_params import EarlyStopping, SamplingParams
 
 _NO_LOGPROBS = LogprobsLists.unknown(0)
 

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
+from pdserve_common.limits.validation import MAX_LOGPROBS
+from pdserve_common.observability.logging import log_request
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -17,25 +20,22 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     PrefillStats,
 )
-from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
-from pdserve_common.logging import log_request
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import MAX_LOGPROBS
-from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.beam_search import Beam, BeamSearch
-from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.output.answer_parser import answer_parser, silent_token_ids
+from pdserve_router.requests.output.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.records.request_metrics import RequestMetrics, measure
+from pdserve_router.requests.records.request_spans import add_stages
 from pdserve_router.requests.redrive import Recovery
-from pdserve_router.requests.request_metrics import RequestMetrics, measure
-from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.text.parts import OutputPart, join_parts
 from pdserve_router.workers.origin import Origin, joined
-from pdserve_router.workers.route_chooser import AnyRoute, Route
+from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 logger = logging.getLogger(__name__)
 

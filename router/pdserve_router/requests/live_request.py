@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
 from pdserve_common.runtime import Runtime
-from pdserve_router.requests.input_processor import ProcessedInput
-from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector
+from pdserve_common.types.engine import EngineError, FinishReason
+from pdserve_router.requests.input.input_processor import ProcessedInput
+from pdserve_router.requests.output.outputs import Ending, RequestOutput, RequestOutputCollector
+from pdserve_router.requests.records.request_metrics import RequestMetrics
 from pdserve_router.requests.redrive import RedriveQueue
-from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import AnyRoute
+from pdserve_router.workers.routing.route_chooser import AnyRoute
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 
 class LiveRequest(ABC):

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineError, FinishReason, Generate
-from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
-from pdserve_common.validation import MAX_SEED
-from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_common.limits.validation import MAX_SEED
+from pdserve_common.types.engine import EngineError, FinishReason, Generate
+from pdserve_common.types.sampling_params import RequestOutputKind, SamplingParams
+from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
+from pdserve_router.requests.output.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.records.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.single_completion import SingleCompletion
-from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.routing.route_chooser import Route
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 
 class ParentRequest(LiveRequest):

@@ -8,7 +8,9 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import NoWorkerError, PdserveError
+from pdserve_common.observability.logging import log_request
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -16,21 +18,19 @@ from pdserve_common.engine_types import (
     FinishReason,
     PrefillStats,
 )
-from pdserve_common.errors import NoWorkerError, PdserveError
-from pdserve_common.logging import log_request
-from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.output.outputs import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.records.request_metrics import RequestMetrics, measure
+from pdserve_router.requests.records.request_spans import add_stages, begin_attempt, end_attempt
 from pdserve_router.requests.redrive import Recovery
-from pdserve_router.requests.request_metrics import RequestMetrics, measure
-from pdserve_router.requests.request_spans import add_stages, begin_attempt, end_attempt
-from pdserve_router.workers.legs import failure_of, has_failed
+from pdserve_router.workers.clients.legs import failure_of, has_failed
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import AnyRoute
+from pdserve_router.workers.routing.route_chooser import AnyRoute
 from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 logger = logging.getLogger(__name__)
 

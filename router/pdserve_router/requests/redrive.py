@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from pdserve_common import defects
-from pdserve_common.capabilities import adapter_not_held
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    EngineError,
-    ErrorCode,
-    ErrorFault,
-    WorkerRole,
-)
 from pdserve_common.errors import (
     RETRYABLE_CODES,
     NoWorkerError,
     OverloadedError,
     RequestFailedError,
 )
-from pdserve_common.logging import log_request
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.limits.validation import MAX_ATTEMPT
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.observability import defects
+from pdserve_common.observability.logging import log_request
 from pdserve_common.runtime import Runtime
-from pdserve_common.validation import MAX_ATTEMPT
+from pdserve_common.types.capabilities import adapter_not_held
+from pdserve_common.types.engine import (
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    ErrorFault,
+    WorkerRole,
+)
 from pdserve_router.requests.suspects import (
     epoch_of,
     find_at_fault,
@@ -37,8 +37,8 @@ from pdserve_router.requests.suspects import (
     num_deaths,
 )
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.prefix_index import num_known_tokens
-from pdserve_router.workers.route_chooser import AnyRoute, Route
+from pdserve_router.workers.routing.prefix_index import num_known_tokens
+from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 

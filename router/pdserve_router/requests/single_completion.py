@@ -8,7 +8,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import KVTransferError, PdserveError
+from pdserve_common.observability.logging import log_request
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
@@ -18,24 +20,27 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     PrefillStats,
 )
-from pdserve_common.errors import KVTransferError, PdserveError
-from pdserve_common.logging import log_request
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.attempt import Attempt, HandoffOutcome
-from pdserve_router.requests.input_processor import ProcessedInput
+from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest, Services
-from pdserve_router.requests.output_processor import RequestState
-from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector, Usage
+from pdserve_router.requests.output.output_processor import RequestState
+from pdserve_router.requests.output.outputs import (
+    Ending,
+    RequestOutput,
+    RequestOutputCollector,
+    Usage,
+)
+from pdserve_router.requests.records.request_events import RequestEvents
+from pdserve_router.requests.records.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.records.request_spans import add_stages
 from pdserve_router.requests.redrive import Recovery
-from pdserve_router.requests.request_events import RequestEvents
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
-from pdserve_router.requests.request_spans import add_stages
 from pdserve_router.workers.origin import Origin, joined
-from pdserve_router.workers.route_chooser import AnyRoute, Route
+from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from pdserve_common.tracing import Span
+    from pdserve_common.observability.tracing import Span
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ they die under it.
 from collections.abc import Iterable
 from typing import Protocol
 
-from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
+from pdserve_common.types.engine import EngineError, ErrorCode, ErrorFault
 from pdserve_router.workers.worker import Worker
 
 # Workers that die under a request before it can be ended for that.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve_common.engine_types import TensorRef
-from pdserve_common.tensors import tensor_ref
+from pdserve_common.types.engine import TensorRef
+from pdserve_common.types.tensors import tensor_ref
 from pdserve_router.text.parts import Picture
 
 if TYPE_CHECKING:

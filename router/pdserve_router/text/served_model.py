@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pdserve_common.engine_types import EngineInfo
+from pdserve_common.types.engine import EngineInfo
 
 
 class ServedModel(NamedTuple):

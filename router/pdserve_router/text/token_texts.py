@@ -2,7 +2,7 @@
 
 import tokenizers
 
-from pdserve_common.token_bytes import parts_of
+from pdserve_common.tokens.token_bytes import parts_of
 
 # With these a token's text does not depend on those around it, unless it is the first one or stands
 # for a part of a character. Behind Fuse the whole text is one piece: only its ends may change.

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.token_bytes import parts_of, piece_decoder
+from pdserve_common.tokens.token_bytes import parts_of, piece_decoder
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.prompt_end import PromptEnd, prompt_end
 from pdserve_router.text.token_texts import TokenTexts

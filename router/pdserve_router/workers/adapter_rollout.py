@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
@@ -15,9 +14,10 @@ from pdserve_common.errors import (
     NoWorkerError,
     PdserveError,
 )
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.runtime import Runtime
-from pdserve_router.workers.routing_policy import load
+from pdserve_common.types.engine import WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
+from pdserve_router.workers.routing.routing_policy import load
 from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 

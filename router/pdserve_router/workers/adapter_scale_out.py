@@ -7,14 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve_common import defects
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import PdserveError
-from pdserve_common.lora_metrics import ScaleOuts
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_common.metrics.lora import ScaleOuts
+from pdserve_common.observability import defects
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
 from pdserve_router.workers.adapter_rollout import AdapterRollout
-from pdserve_router.workers.routing_policy import load
+from pdserve_router.workers.routing.routing_policy import load
 from pdserve_router.workers.worker import Worker
 from pdserve_router.workers.worker_pool import WorkerPool
 

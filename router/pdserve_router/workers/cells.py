@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 
 logger = logging.getLogger(__name__)
 

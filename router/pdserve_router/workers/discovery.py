@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 
-from pdserve_common import defects
-from pdserve_common.addresses import join_address
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.observability import defects
+from pdserve_common.rpc.addresses import join_address
+from pdserve_common.types.engine import WorkerRole
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ and another process that calls itself the same.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from pdserve_common.engine_types import WorkerRole
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)

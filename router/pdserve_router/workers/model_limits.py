@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdserve_common.capabilities import NO_EXTRAS, Capabilities
-from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.errors import ModelNotFoundError
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.pooling_params import GENERATE
+from pdserve_common.types.capabilities import NO_EXTRAS, Capabilities
+from pdserve_common.types.engine import EngineInfo, WorkerRole
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
+from pdserve_common.types.pooling_params import GENERATE
 from pdserve_router.workers.worker import Worker
 
 

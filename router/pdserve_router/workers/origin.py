@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pdserve_common.engine_types import EngineInfo
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.lora_types import LoRARequest
+from pdserve_common.types.engine import EngineInfo
+from pdserve_common.types.lora import LoRARequest
 
 _FORM = re.compile(r"([0-9a-f]{16})(?:-([0-9a-f]{16}))?(?:\.([0-9a-f]{16}))?")
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import WorkerRole
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.model_limits import answering_role
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.worker import Worker, WorkerState

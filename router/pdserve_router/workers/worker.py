@@ -4,16 +4,16 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from pdserve_common.engine_types import (
+from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import (
     EngineCoreRequest,
     EngineInfo,
     KVTransferParams,
     SchedulerStats,
     WorkerRole,
 )
-from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
-from pdserve_router.workers.listeners import OutputCallback, TokenCallback, no_token
+from pdserve_router.workers.clients.listeners import OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.origin import UNKNOWN
 
 

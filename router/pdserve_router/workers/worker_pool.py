@@ -8,22 +8,22 @@ from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import NoReturn, Protocol
 
-from pdserve_common import defects
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, WorkerRole
 from pdserve_common.errors import NoWorkerError
-from pdserve_common.lora_types import LoRAAdapter
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.observability import defects
 from pdserve_common.runtime import Runtime
+from pdserve_common.types.engine import EngineCoreRequest, KVTransferStats, WorkerRole
+from pdserve_common.types.lora import LoRAAdapter
 from pdserve_router.workers.cells import Cell
+from pdserve_router.workers.clients.held_tensors import DEFAULT_MAX_BYTES, HeldTensors
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
-from pdserve_router.workers.held_tensors import DEFAULT_MAX_BYTES, HeldTensors
 from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.pairs import SETTLE_S, Pairs
-from pdserve_router.workers.prefix_index import PrefixIndex
-from pdserve_router.workers.route_chooser import AnyRoute, RouteChooser, RoutingRules
-from pdserve_router.workers.route_table import RouteTable, name_with_adapter
+from pdserve_router.workers.routing.pairs import SETTLE_S, Pairs
+from pdserve_router.workers.routing.prefix_index import PrefixIndex
+from pdserve_router.workers.routing.route_chooser import AnyRoute, RouteChooser, RoutingRules
+from pdserve_router.workers.routing.route_table import RouteTable, name_with_adapter
 from pdserve_router.workers.served_weights import ServedWeights
 from pdserve_router.workers.worker import Worker, WorkerState
 from pdserve_router.workers.worker_states import WorkerStates

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Collection
 
-from pdserve_common.engine_types import WorkerRole
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
+from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.worker import Worker, WorkerState
 
 # Values of a metric's label. The last two are ready and refused: other weights than those that

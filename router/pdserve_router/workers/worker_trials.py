@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from pdserve_common.runtime import Runtime
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
-from pdserve_router.workers.pair_probe import ProbeFailedError, probe_alone
+from pdserve_router.workers.routing.pair_probe import ProbeFailedError, probe_alone
 from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,14 @@ from pdserve_common.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
-from pdserve_engine.grammar import child as child_module
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar import compiler as compiler_module
-from pdserve_engine.grammar import process as process_module
+from pdserve_engine.grammar import compiler_client as process_module
+from pdserve_engine.grammar import compiler_process as child_module
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler, Outcome
+from pdserve_engine.grammar.compiler_client import CompilerProcess
 from pdserve_engine.grammar.messages import Refused
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
@@ -31,7 +32,6 @@ from pdserve_engine.grammar.native import (
     TokenizerInfo,
     compile_structural_tag,
 )
-from pdserve_engine.grammar.process import CompilerProcess
 from support import hostile_grammars
 from support.grammars import EOS, structural_tag, with_digest
 from support.work import work_of

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.defects import DEFECTS
 from pdserve_common.errors import PdserveError, RequestFailedError
+from pdserve_common.observability.defects import DEFECTS
 from pdserve_common.processes.calls import Call
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar import compiler as compiler_module
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.manager import StructuredOutputManager

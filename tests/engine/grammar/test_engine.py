@@ -16,12 +16,12 @@ import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
 
-from pdserve_common.engine_types import (
+from pdserve_common.types.engine import (
     EngineCoreOutput,
     ErrorCode,
     FinishReason,
 )
-from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar import manager
 from pdserve_engine.grammar.manager import StructuredOutputManager

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
     Matcher,

@@ -12,7 +12,7 @@ import pytest
 import regex
 import tokenizers
 
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
 from support.grammars import EOS, MODEL, Compile, hold_masks
 from support.model_driver import Driver

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve_common.engine_types import PauseMode
-from pdserve_common.verbs import ResetPrefixCache, Sleep, WakeUp
+from pdserve_common.types.engine import PauseMode
+from pdserve_common.types.verbs import ResetPrefixCache, Sleep, WakeUp
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_offload.offload import KVOffload
-from pdserve_engine.runner.control import HANDLERS, Wait
+from pdserve_engine.runner.operate.control import HANDLERS, Wait
 from support.engines import generate_greedily, load
 from support.metrics import samples_of, total
 from support.samples import sampled

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.defects import DEFECTS
-from pdserve_common.kv_offload_metrics import KVOffloadMetrics
+from pdserve_common.metrics.kv_offload import KVOffloadMetrics
+from pdserve_common.observability.defects import DEFECTS
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv.block_pool import BlockPool, KVCacheBlock
 from pdserve_engine.kv_offload.host_tier import HostTier

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve_common.block_hash import ROOT_HASH
+from pdserve_common.tokens.block_hash import ROOT_HASH
 from pdserve_engine.kv.block_copier import BlockBytes
 from pdserve_engine.kv_offload.block_file import BlockFormat, BlockName
 from pdserve_engine.kv_offload.disk_tier import DiskTier

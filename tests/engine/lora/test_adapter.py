@@ -110,8 +110,8 @@ def test_the_digest_is_of_what_is_computed(tmp_path: Path) -> None:
 def test_it_is_what_peft_merges(
     make_model: Callable[..., Path], tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    from pdserve_engine.models.llama_weights import lora_targets
     from pdserve_engine.models.registry import read_model_config
+    from pdserve_engine.models.weights.llama import lora_targets
     from support.adapters import merged_model, write_adapter
 
     model_dir = make_model("Qwen3ForCausalLM")

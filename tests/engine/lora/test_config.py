@@ -9,7 +9,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models import llama
 from pdserve_engine.models.llama import LlamaModel
-from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.load.model_source import ModelSource
 from support.adapters import write_adapter
 
 LINEARS = ("qkv", "attention_output", "gate_up", "down")

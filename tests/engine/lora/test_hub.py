@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.hub_path import HubPath
+from pdserve_common.model_files.hub_path import HubPath
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora import hub as lora_hub
 from pdserve_engine.lora.adapter_config import CONFIG_FILE, WEIGHTS_FILE, LoraError

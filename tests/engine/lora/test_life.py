@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pdserve_common.capabilities import Capabilities, check_served
-from pdserve_common.engine_types import EngineCoreRequest, ErrorCode, Generate
 from pdserve_common.errors import (
     AdapterNotHeldError,
     FailedPreconditionError,
     InvalidRequestError,
 )
-from pdserve_common.lora_types import LoRAAdapter, LoRARequest
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, UnpinLora, WakeUp
+from pdserve_common.types.capabilities import Capabilities, check_served
+from pdserve_common.types.engine import EngineCoreRequest, ErrorCode, Generate
+from pdserve_common.types.lora import LoRAAdapter, LoRARequest
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_common.types.verbs import (
+    AddLora,
+    ListLoras,
+    PinLora,
+    RemoveLora,
+    Sleep,
+    UnpinLora,
+    WakeUp,
+)
 from pdserve_engine.clients.launch import WorkerEngine
-from pdserve_engine.runner import model_source
+from pdserve_engine.runner.load import model_source
 from support import engines
 from support.adapters import merged_greedy, write_adapter
 from support.engines import LONG, launched, until_idle

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.call_thread import CallThread
+from pdserve_common.processes.call_thread import CallThread
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
-from pdserve_engine.runner.adapters import CLOSE_TIMEOUT_S, RunnerAdapters
+from pdserve_engine.runner.run.adapters import CLOSE_TIMEOUT_S, RunnerAdapters
 
 TIMEOUT_S = 60.0
 NUM_THREADS = 3

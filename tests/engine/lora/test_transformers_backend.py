@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve_common.lora_types import LoRARequest
+from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models.base import SupportsLora

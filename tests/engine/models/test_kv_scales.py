@@ -13,7 +13,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.load.model_source import ModelSource
 from support.model_driver import Driver, make_prompt, record_logits
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pdserve_engine.models import loader
 from pdserve_engine.models.config import ModelError
-from pdserve_engine.models.loader import Checkpoint, weights_digest
 from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.models.weights import loader
+from pdserve_engine.models.weights.loader import Checkpoint, weights_digest
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.model_folder import pools
+from pdserve_common.model_files.model_folder import pools
 from pdserve_engine.models.config import ModelError, PoolerConfig
 from pdserve_engine.models.pooler_config import read_pooler_config
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelError
-from pdserve_engine.models.loader import Checkpoint, WeightPart
 from pdserve_engine.models.quantization import IntQuantization, read_quantization
-from pdserve_engine.models.quantized_weights import read_projection
 from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
+from pdserve_engine.models.weights.quantized import read_projection
 from pdserve_kernels import name_of, select
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from support.checkpoints import change_tensors, logits_of, write

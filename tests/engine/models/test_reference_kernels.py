@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve_engine.models.llama_weights import EMBEDDING
+from pdserve_engine.models.weights.llama import EMBEDDING
 from pdserve_kernels import name_of, select
 from pdserve_kernels.reference.quantization import quantize
 from support.kernels import without_compiled_kernels

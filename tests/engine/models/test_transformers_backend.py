@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
+from pdserve_engine.models.transformers_backend.model import CHECKED_ARCHITECTURES
 from support.engines import generate_greedily, loaded
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, EXPERTS, WINDOW

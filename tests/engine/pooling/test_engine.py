@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.lora_types import LoRARequest
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import FinishReason
+from pdserve_common.types.lora import LoRARequest
+from pdserve_engine.assemble import load_engine
 from pdserve_engine.clients.launch import launch_engine
-from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_worker.self_check import check_engine

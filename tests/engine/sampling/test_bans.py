@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import ErrorCode, ErrorFault
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import validate_choice
+from pdserve_common.limits.validation import validate_choice
+from pdserve_common.types.engine import ErrorCode, ErrorFault
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.processors import NO_PROCESSORS

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_reference import adjusted
 
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.validation import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from pdserve_common.limits.validation import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import NO_PROCESSORS

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, LogprobsLists
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.types.engine import EngineError, ErrorCode, ErrorFault, LogprobsLists
+from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows

@@ -2,7 +2,7 @@
 
 import random
 
-from pdserve_common.lora_types import LoRARequest
+from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.spec_decode.cached_requests import NUM_MATCHED, CachedRequestProposer
 from support.requests import held_request

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pdserve_common.engine_types import DraftSource
+from pdserve_common.types.engine import DraftSource
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.composite import CompositeProposer
 from pdserve_engine.spec_decode.factory import make_proposer

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdserve_engine.clients import loading
+from pdserve_engine import assemble as loading
 from pdserve_engine.config import Speculation
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths

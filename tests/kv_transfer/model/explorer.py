@@ -1,8 +1,8 @@
 """Explores all reachable states of a small model of the protocol; shows how a bad one is reached.
 
 Three models use it: `session_model` (one KV session, rules K1 to K5; its two ends are the tables of
-kv_transfer/protocol.py that the connectors carry out), `recovery_model` (the router and two Ds, K6
-and K7) and `grant_model` (two Ps and two Ds that must not wait for each other for ever).
+kv_transfer/protocol/transitions.py that the connectors carry out), `recovery_model` (the router and
+two Ds, K6 and K7) and `grant_model` (two Ps and two Ds that must not wait for each other for ever).
 
 **What is claimed.** A state is all that the processes and the network remember; a step is whatever
 one of them may do next. There is no clock: a timeout may strike at any moment, and a message, a

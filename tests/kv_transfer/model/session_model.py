@@ -43,7 +43,7 @@ from session_world import (
     put,
 )
 
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.transitions import (
     CONSUMER,
     PRODUCER,
     READ,

@@ -29,7 +29,7 @@ from session_world import (
     describe,
 )
 
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.transitions import (
     ConsumerEvent,
     ProducerAction,
     ProducerEvent,

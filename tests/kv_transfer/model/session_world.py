@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeAlias
 
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.transitions import (
     ConsumerEvent,
     ConsumerState,
     ProducerState,
@@ -29,7 +29,7 @@ class SessionId(NamedTuple):
     seq: int
 
 
-# ---- the KvLink's messages, named as in kv_types.py
+# ---- the KvLink's messages, named as in types/kv.py
 
 
 # No tuples: one is equal to another of a different class.

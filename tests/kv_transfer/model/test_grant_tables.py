@@ -5,7 +5,7 @@ has all blocks, is one of both ends' sessions.
 import pytest
 from grant_model import REVOCABLE, GrantModel, Request, Stage
 
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.transitions import (
     CONSUMER,
     PRODUCER,
     ConsumerEvent,

@@ -9,7 +9,7 @@ from model_checks import fails, holds
 from session_model import SessionModel
 from session_world import Scope
 
-from pdserve_engine.kv_transfer.protocol import (
+from pdserve_engine.kv_transfer.protocol.transitions import (
     CONSUMER,
     PRODUCER,
     READ,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_common.errors import PdserveError
-from pdserve_common.sampling_params import SamplingParams
-from pdserve_router.requests.generation_request import GenerationRequest
-from pdserve_router.requests.input_processor import ProcessedInput
-from pdserve_router.requests.outputs import RequestOutput
+from pdserve_common.types.engine import EngineError, ErrorCode, FinishReason
+from pdserve_common.types.sampling_params import SamplingParams
+from pdserve_router.requests.input.generation_request import GenerationRequest
+from pdserve_router.requests.input.input_processor import ProcessedInput
+from pdserve_router.requests.output.outputs import RequestOutput
 from pdserve_router.requests.suspects import NUM_DEATHS
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVMemoryRegion, KVRankEndpoint
+from pdserve_common.types.kv import KVEndpoint, KVLinkWelcome, KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
 
 if TYPE_CHECKING:

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics.services import RouterMetrics
 from pdserve_router.config import RouterConfig
-from pdserve_router.requests.fair_queue import FairQueue
-from pdserve_router.requests.input_processor import InputProcessor
-from pdserve_router.requests.quotas import Quotas, no_limits
+from pdserve_router.requests.input.input_processor import InputProcessor
+from pdserve_router.requests.tenants.fair_queue import FairQueue
+from pdserve_router.requests.tenants.quotas import Quotas, no_limits
 from pdserve_router.router import Router
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
-from pdserve_router.workers.control_client import ControlClient
-from pdserve_router.workers.route_chooser import RoutingRules
-from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.clients.control_client import ControlClient
+from pdserve_router.workers.clients.worker_client import WorkerClient
+from pdserve_router.workers.routing.route_chooser import RoutingRules
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.simulation.loop import Process
 from support.simulation.rpc import Channel

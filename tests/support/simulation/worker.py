@@ -10,22 +10,22 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common.engine_types import EngineInfo, WorkerRole
-from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout, new_epoch
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.clients.loading import LoadedEngine
+from pdserve_common.metrics.services import KVTransferMetrics
+from pdserve_common.types.engine import EngineInfo, WorkerRole
+from pdserve_common.types.kv import KVGroup, KVGroupKind, KVLayout, new_epoch
+from pdserve_engine.assemble import LoadedEngine
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import ConnectorContext, KVIdentity
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.request.watchdog import StepWatch
-from pdserve_engine.runner.control import EngineControl
+from pdserve_engine.runner.operate.control import EngineControl
 from pdserve_worker.attach_service import EngineCoreServicer
-from pdserve_worker.kv_links import carry_links
+from pdserve_worker.kv_link.links import carry_links
 from pdserve_worker.process import STOP_GRACE_S, Worker
 from support.fake_worker import engine_info
 from support.modelled_rank import DEAD

@@ -1,5 +1,5 @@
 // Choosing tokens: argmax, and Gumbel-max over the logits that filters keep. What is chosen is defined
-// by pdserve_kernels/reference/sampling.py, to the bit.
+// by pdserve_kernels/reference/sampling/sample.py, to the bit.
 #pragma once
 
 #include <vector>

@@ -18,10 +18,14 @@ from pdserve_kernels.lora import LoraRows
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax
 from pdserve_kernels.triton.layers import silu_and_mul
-from pdserve_kernels.triton.lora import LinearLora
-from pdserve_kernels.triton.quantized import QuantizedLinearWeight, dequantize, pack_quantized
-from pdserve_kernels.triton.sampling import argmax
-from pdserve_kernels.triton.step_lora import add_rows
+from pdserve_kernels.triton.linears.lora import LinearLora
+from pdserve_kernels.triton.linears.quantized import (
+    QuantizedLinearWeight,
+    dequantize,
+    pack_quantized,
+)
+from pdserve_kernels.triton.linears.step_lora import add_rows
+from pdserve_kernels.triton.sampling.sample import argmax
 
 BLOCK_ROWS = 64
 BLOCK_OUT = 64

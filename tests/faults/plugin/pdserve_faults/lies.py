@@ -3,9 +3,9 @@
 import dataclasses
 import threading
 
-from pdserve_common.kv_types import PrefillDone
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.pull import Pull
+from pdserve_common.types.kv import PrefillDone
+from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.protocol.pull import Pull
 
 
 class Liar:

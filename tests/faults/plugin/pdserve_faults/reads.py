@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdserve_engine.kv_transfer import nixl_transport
-from pdserve_engine.kv_transfer.nixl import (
+from pdserve_engine.kv_transfer.transport import nixl_transport
+from pdserve_engine.kv_transfer.transport.nixl import (
     BlockDescriptors,
     BlockIds,
     NixlAgent,
     _api,
     _bindings,
 )
-from pdserve_engine.kv_transfer.shards import KVPeer
+from pdserve_engine.kv_transfer.transport.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache

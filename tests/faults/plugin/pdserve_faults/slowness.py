@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.run.model_runner import ModelRunner
 
 # Longer than any test looks on.
 MAX_HANG_S = 120.0

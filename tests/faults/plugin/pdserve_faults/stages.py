@@ -18,9 +18,9 @@ class Point(NamedTuple):
 
 _SCHEDULER = ("pdserve_engine.core.scheduler", "Scheduler")
 _OUTPUTS = ("pdserve_engine.request.outputs", "Outputs")
-_KV_EVENTS = ("pdserve_engine.core.kv_events", "KVEvents")
-_PRODUCER = ("pdserve_engine.kv_transfer.producer", "ProducerConnector")
-_CONSUMER = ("pdserve_engine.kv_transfer.consumer", "ConsumerConnector")
+_KV_EVENTS = ("pdserve_engine.core.handoff.kv_events", "KVEvents")
+_PRODUCER = ("pdserve_engine.kv_transfer.connectors.producer", "ProducerConnector")
+_CONSUMER = ("pdserve_engine.kv_transfer.connectors.consumer", "ConsumerConnector")
 _READS = ("pdserve_faults.reads", "FaultyNixlAgent")
 
 # Where a request passes a stage several times, `skip` says which of them counts.

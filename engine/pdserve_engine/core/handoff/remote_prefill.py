@@ -1,0 +1,238 @@
+"""D's side of the handoff in the scheduler: requests whose KV another worker computes, from the
+router's ticket until they can run.
+
+A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a seat in
+sight, and P may start.
+Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
+nobody starves; preempted requests come before all of them. Probes, of which few are let in at a
+time, need only free blocks.
+"""
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdserve_common.types.engine import EngineCoreEventType
+from pdserve_engine.core.handoff.decode_slots import Outlook, Seats
+from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
+from pdserve_engine.kv_transfer.ports import ConsumerPort, NoConnector
+from pdserve_engine.request.request import Place, Request, RequestStatus
+
+# A request that has waited this long for blocks is not overtaken by later ones.
+OVERDUE_S = 1.0
+# Requests that have blocks and do not run may hold this share of the pool, or one of them any.
+MAX_SHARE = 0.25
+# Claims that have to wait and are overtaken in one step.
+MAX_SKIPPED = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    request: Request
+    since: float
+    # P knows that it has to wait.
+    is_deferred: bool = False
+
+    def is_overdue(self, now: float) -> bool:
+        return now - self.since > OVERDUE_S
+
+
+class Room(NamedTuple):
+    """What limits grants; counted once for many claims."""
+
+    # Blocks of pulls that do not run.
+    num_held: int
+    # Free blocks that a grant has to leave.
+    num_spare: int
+    outlook: Outlook
+
+
+# A probe finds a seat of its own, and is too small for the other limits.
+_ROOM_OF_PROBES = Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
+
+
+class RemotePrefills(Place):
+    """Requests that wait for their KV, and the claims of P on blocks for them. What is done to one
+    that is computed here does nothing.
+    """
+
+    statuses = (RequestStatus.WAITING_FOR_REMOTE_KVS,)
+
+    def __init__(
+        self,
+        port: ConsumerPort | None,
+        kv_cache_manager: KVCacheManager,
+        seats: Seats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.port: ConsumerPort = NoConnector() if port is None else port
+        self._has_port = port is not None
+        self._kv = kv_cache_manager
+        self._seats = seats
+        self._clock = clock
+        # And when P claimed blocks last; before that, or after a rollback: when it came.
+        self._requests: dict[Request, float] = {}
+        self._claims: deque[_Claim] = deque()
+        self._probe_claims: deque[_Claim] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def with_blocks(self) -> Iterator[Request]:
+        """Those that own blocks: granted, being pulled, or lost and on hold."""
+        return (request for request in self._requests if request.progress.num_slots)
+
+    def come_before(self, waiting_since: float) -> bool:
+        """Must a local request that has waited since then leave its blocks to an overdue claim?"""
+        first = self._claims[0] if self._claims else None
+        if first is None or not first.is_overdue(self._clock()):
+            return False
+        return first.since < waiting_since
+
+    def can_serve(self, request: Request) -> bool:
+        """False: it is computed elsewhere, and this worker cannot pull its KV."""
+        return self._has_port or not request.do_remote_prefill
+
+    def add(self, request: Request) -> bool:
+        """Take the router's ticket; False if the request is computed here."""
+        if not request.do_remote_prefill:
+            return False
+        self.port.on_new_request(request)
+        self.wait(request)
+        return True
+
+    def wait(self, request: Request) -> None:
+        """The request waits for its KV, or for P to acknowledge the release."""
+        request.entered(self)
+        self._requests[request] = self._clock()
+
+    def request_finished(self, request: Request) -> frozenset[int]:
+        """Return those of its blocks that a READ may still land in."""
+        if not request.do_remote_prefill:
+            return frozenset()
+        return self.port.request_finished(request, self._kv.get_block_ids(request.request_id))
+
+    def remove_request(self, request: Request) -> None:
+        del self._requests[request]
+        request.left()
+        self.drop_claim(request)
+
+    def land(self, request: Request) -> None:
+        """All of its KV is here: forget it."""
+        self._seats.land(request)
+        self.remove_request(request)
+
+    def claim(self, request: Request, since: float) -> None:
+        """P wants to start the request, and has asked at `since` (by the clock, not after now);
+        it gets its blocks when grant_claims finds room.
+        """
+        # It may have asked, withdrawn and asked again before the first claim had its turn.
+        claims = self._claims_like(request)
+        if all(claim.request is not request for claim in claims):
+            self._requests[request] = since
+            # P may have asked before its ticket was here: then younger claims are here already.
+            bisect.insort(claims, _Claim(request, since), key=lambda other: other.since)
+
+    def drop_claim(self, request: Request) -> None:
+        """P's claim, if there is one, does not count any more, whether granted or not."""
+        self._seats.withdraw(request)
+        claims = self._claims_like(request)
+        for claim in [claim for claim in claims if claim.request is request]:
+            claims.remove(claim)
+
+    def grant_probes(self, num_free_seats: Callable[[], int]) -> None:
+        """Give blocks to probes' claims, however many others wait."""
+        while self._probe_claims and num_free_seats() > 0:
+            if not self._reserve(self._probe_claims[0].request, _ROOM_OF_PROBES):
+                return
+            self._probe_claims.popleft()
+
+    def grant_claims(self, find_room: Callable[[], Room], waiting_since: float) -> None:
+        """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
+        that has waited since `waiting_since` if that is overdue.
+        """
+        now = self._clock()
+        is_overdue = now - waiting_since > OVERDUE_S
+        room: Room | None = None
+        num_skipped = 0
+        for claim in list(self._claims):
+            if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < claim.since):
+                return
+            room = room or find_room()
+            if self._reserve(claim.request, room):
+                self._claims.remove(claim)
+                room = None
+            elif claim.is_overdue(now):
+                return
+            else:
+                num_skipped += 1
+
+    def defer_claims(self) -> None:
+        """Have P know, once, of each claim that has not been granted, that it has to wait."""
+        for claim in self._claims:
+            if not claim.is_deferred:
+                claim.is_deferred = True
+                self.port.defer(claim.request)
+
+    def give_back(self, request: Request, kept: frozenset[int]) -> None:
+        """P has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
+        self.drop_claim(request)
+        self._free(request, kept)
+
+    def reclaim(self) -> bool:
+        """Free the blocks of the youngest request that P has announced nothing of; its claim stands
+        as if it had not been granted. False if there is none.
+        """
+        request = self.port.reclaim()
+        if request is None:
+            return False
+        self._seats.withdraw(request)
+        self._free(request)
+        claim = _Claim(request, self._requests[request], is_deferred=True)
+        bisect.insort_left(self._claims_like(request), claim, key=lambda other: other.since)
+        return True
+
+    def _claims_like(self, request: Request) -> deque[_Claim]:
+        return self._probe_claims if request.is_probe else self._claims
+
+    def _reserve(self, request: Request, room: Room) -> bool:
+        """Give a request blocks for all its known tokens, those that are cached here among them,
+        and tell P. False if there is no room; True also if P has withdrawn its claim.
+        """
+        if not self._seats.may_grant(request, room.outlook):
+            return False
+        num_tokens = request.num_tokens
+        blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
+        if not self._fits(request, blocks, room):
+            return False
+        added = self._kv.allocate_slots(request, num_tokens, blocks, num_remote_tokens=num_tokens)
+        if added is None:
+            return False
+        block_ids = self._kv.get_block_ids(request.request_id)
+        if self.port.grant(request, block_ids, num_hit_tokens):
+            self._seats.promise(request)
+            self._kv.record_lookup(request, num_hit_tokens)
+            request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
+        else:
+            self._free(request)
+        return True
+
+    def _fits(self, request: Request, blocks: ComputedBlocks, room: Room) -> bool:
+        """Besides what admitted requests still need, and without filling the pool with requests
+        that do not run.
+        """
+        needed = self._kv.num_blocks_needed(request.num_tokens)
+        max_held = MAX_SHARE * self._kv.block_pool.num_blocks
+        if room.num_held and room.num_held + needed > max_held:
+            return False
+        # With room for the first token that D itself computes.
+        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=room.num_spare)
+
+    def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:
+        taken = [block.block_id for block in self._kv.take(request)]
+        self._kv.free_block_ids([block_id for block_id in taken if block_id not in kept])
