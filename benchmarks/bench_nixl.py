@@ -155,7 +155,7 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
     ids = np.arange(0, count * step, step, dtype=np.int32)
     times = []
     for _ in range(1 + rounds):
-        d.poke()
+        d.poll_soon()
         start = time.perf_counter()
         handle = agent.make_read(blocks, ids, ids)
         is_over = agent.post(handle)

@@ -86,7 +86,7 @@ class DSide:
             results.append(result)
             is_over.set()
 
-        self.poke()
+        self.poll_soon()
         start = time.perf_counter()
         self._transport.read(self._peer, block_ids, block_ids, WAIT_S, on_done, lambda: None)
         assert is_over.wait(WAIT_S), "the READ does not end"
@@ -99,9 +99,9 @@ class DSide:
         time.sleep(1e-3)
         return seconds(lambda: self._bare.read(*self.addresses(first), num_bytes))
 
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         """What P does by itself when it announces blocks. Ends its spinning."""
-        self.pipe.send("poke")
+        self.pipe.send("poll_soon")
 
     def addresses(self, block_id: int) -> tuple[int, int]:
         """Of a block here and on P."""
@@ -162,8 +162,8 @@ def _run_p(pipe: Connection, transport_name: str, num_blocks: int) -> None:
     transport.set_exporting(True)
     pipe.send((os.getpid(), welcome, bare.metadata))
     while (command := pipe.recv()) != "stop":
-        if command == "poke":
-            transport.poke()
+        if command == "poll_soon":
+            transport.poll_soon()
         elif command == "spin":
             while not pipe.poll():
                 bare.progress()

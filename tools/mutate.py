@@ -84,7 +84,7 @@ AREAS = {
             "engine/test_prefixes.py",
             "engine/test_re*.py",
             "engine/test_sche*.py",
-            "engine/test_seats.py",
+            "engine/test_decode_slots.py",
             "engine/test_speculative_first_step.py",
             "engine/test_step_*.py",
             "engine/test_stop.py",

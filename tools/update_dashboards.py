@@ -1111,7 +1111,7 @@ def kv_transfer() -> Dashboard:
                 title="READs given up that may still land",
                 unit="short",
                 bad=1,
-                queries={"{{pod}}": f"pdserve_kv_zombie_reads{{{RELEASE}, {both}}}"},
+                queries={"{{pod}}": f"pdserve_kv_unlanded_reads{{{RELEASE}, {both}}}"},
                 description=(
                     "Their blocks stay out of use. A worker with too many or too old ones restarts"
                     " by itself: look at the transport to the pair."

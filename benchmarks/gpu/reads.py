@@ -120,8 +120,8 @@ def _run_p(pipe: Connection, setting: Setting) -> None:
     transport.expect_peer()
     transport.set_exporting(True)
     pipe.send(welcome)
-    while pipe.recv() == "poke":
-        transport.poke()
+    while pipe.recv() == "poll_soon":
+        transport.poll_soon()
     transport.close()
 
 
@@ -212,7 +212,7 @@ def _read(pipe: Connection, transport: KVTransport, peer: str, block_ids: range)
         results.append(result)
         is_over.set()
 
-    pipe.send("poke")
+    pipe.send("poll_soon")
     transport.read(peer, block_ids, block_ids, READ_S, on_done, lambda: None)
     if not is_over.wait(READ_S + 10.0):
         raise TimeoutError("the READ does not end")

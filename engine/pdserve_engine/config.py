@@ -31,7 +31,7 @@ DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 # Of a label's value in Kubernetes.
 MAX_ZONE_CHARS = 63
 # Places in the batch besides max_num_seqs, for probes: as many as one router has under way.
-NUM_PROBE_SEATS = 4
+NUM_PROBE_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class SchedulerConfig:
     @property
     def max_batch_size(self) -> int:
         """Requests in one batch, probes among them."""
-        return self.max_num_seqs + NUM_PROBE_SEATS
+        return self.max_num_seqs + NUM_PROBE_SLOTS
 
     @property
     def has_chunked_prefill(self) -> bool:

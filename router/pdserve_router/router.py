@@ -29,7 +29,7 @@ from pdserve_router.requests.records.request_metrics import (
 )
 from pdserve_router.requests.redrive import REDRIVE_REASONS, TICK_S, RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
-from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.part_slots import PartSlots
 from pdserve_router.requests.tenants.quotas import Admission, Quotas, Reservation
 from pdserve_router.requests.tenants.tenant import tenant_var
 from pdserve_router.requests.tenants.tenant_account import RateLimitError
@@ -167,7 +167,7 @@ class Router:
             self._num_answering -= 1
             self._note_idle()
 
-    async def submit(self, prepare: Prepare, places: PartPlaces | None = None) -> list[LiveRequest]:
+    async def submit(self, prepare: Prepare, places: PartSlots | None = None) -> list[LiveRequest]:
         """Have requests that came as one parsed, checked and tokenized, and dispatch them. Raises a
         PdserveError if they cannot be taken, all of them; once taken each ends with exactly one
         finished output. `places` are for parts that `follow`.
@@ -207,7 +207,7 @@ class Router:
         return self._quotas.num_at_once(tenant_var.get(), num_parts, num_places=self._num_places)
 
     async def follow(
-        self, processed: ProcessedInput, begun: LiveRequest, places: PartPlaces
+        self, processed: ProcessedInput, begun: LiveRequest, places: PartSlots
     ) -> LiveRequest:
         """Dispatch one more part of a request that was taken, in the place of a part that has
         ended; `begun` is the first one. Waits for a worker as long as what is sent again does.

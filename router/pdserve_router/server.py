@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pdserve_common.limits.receive_guard import ReceiveGuard
-from pdserve_common.limits.receive_slots import ReceiveLimits, ReceivePlaces
+from pdserve_common.limits.receive_slots import ReceiveLimits, ReceiveSlots
 from pdserve_common.metrics.server import MAX_METRICS_CONNECTIONS, MetricsServer
 from pdserve_common.metrics.services import BuildMetrics, LimitMetrics, RouterMetrics
 from pdserve_common.observability import defects
@@ -264,7 +264,7 @@ class RouterServer:
             has_lora_updates=config.lora_updates,
             labels=labels_of(config.model),
         )
-        places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
+        places = ReceiveSlots(ReceiveLimits(), partial(self._limits.count, "http"))
         assert self._http is not None
         self._http.start(self._guarded(BodyGuard(app, places)))
         self.http_port = self._http.port

@@ -40,7 +40,7 @@ from pdserve_common.types.kv import (
 )
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.clients.owners import RequestOwners
-from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
+from pdserve_engine.config import NUM_PROBE_SLOTS, SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState, Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor
@@ -73,7 +73,7 @@ SEAMS = (
 
 
 class Rank(ModelledRank):
-    """Checks the seats as well, and lets other threads run in the middle of a step."""
+    """Checks the slots as well, and lets other threads run in the middle of a step."""
 
     def __init__(self, worker: "Worker") -> None:
         super().__init__(worker.memory, worker.windows)
@@ -87,7 +87,7 @@ class Rank(ModelledRank):
         return super().execute_model(step)
 
     def compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        self._check_seats()
+        self._check_slots()
         self._worker.world.other_threads()
         output = super().compute(step)
         self._worker.world.num_drafts += sum(
@@ -98,10 +98,10 @@ class Rank(ModelledRank):
         self._worker.world.other_threads()
         return output
 
-    def _check_seats(self) -> None:
+    def _check_slots(self) -> None:
         scheduler = self._worker.scheduler
         num_probes = sum(request.is_probe for request in scheduler.running)
-        assert num_probes <= NUM_PROBE_SEATS
+        assert num_probes <= NUM_PROBE_SLOTS
         assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
         assert self.num_known <= scheduler.config.max_batch_size, "no row is left"
 
@@ -206,7 +206,7 @@ class Nic(KVTransport):
     def register(self, kv_cache: Any) -> None:
         """The memory is there."""
 
-    self_check = expect_peer = poke = close = lambda self: None
+    self_check = expect_peer = poll_soon = close = lambda self: None
     set_exporting = lambda self, is_exporting: None  # noqa: E731
 
 

@@ -37,7 +37,7 @@ from pdserve_engine.clients import metrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
-from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
+from pdserve_engine.config import NUM_PROBE_SLOTS, EngineConfig
 from pdserve_engine.runner.rank import Rank
 from support import fork_server
 from support.engines import LONG, Client, launched, until_idle
@@ -117,7 +117,7 @@ def kill(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> str:
 
 async def test_probes_are_answered_beside_a_full_batch(client: Client) -> None:
     running = [f"running-{index}" for index in range(2 * MAX_NUM_SEQS)]
-    probes = [f"probe-{index}" for index in range(2 * NUM_PROBE_SEATS)]
+    probes = [f"probe-{index}" for index in range(2 * NUM_PROBE_SLOTS)]
     for name in running:
         client.add(name, max_tokens=500)
     for name in probes:

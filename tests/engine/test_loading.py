@@ -12,7 +12,7 @@ import torch
 
 from pdserve_common.types.engine import KVTransferParams
 from pdserve_engine.assemble import LoadedEngine
-from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
+from pdserve_engine.config import NUM_PROBE_SLOTS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
@@ -119,7 +119,7 @@ def test_the_largest_step_fills_token_budget_and_batch(
     monkeypatch.setattr(ModelRunner, "execute_model", record)
     with loaded(model, max_num_batched_tokens=512, max_num_seqs=9):
         pass
-    largest = 9 + NUM_PROBE_SEATS
+    largest = 9 + NUM_PROBE_SLOTS
     assert steps[0] == (512, largest)
     assert (largest, largest) in steps, "and the largest decode step"
 

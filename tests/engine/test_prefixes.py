@@ -371,9 +371,9 @@ def test_p_computes_what_does_not_come(pair: Pair, fault: str, num_messages: int
     for _ in range(4):
         pair.turn()
     if num_held and pair.borrower.num_open_sessions():
-        zombies = {i for args in pair.transport.held for i in args[2]}
+        unlanded = {i for args in pair.transport.held for i in args[2]}
         free = {block.block_id for block in pair.p.pool.blocks if block.ref_cnt == 0}
-        assert not zombies & free, "a READ may land in a free block"
+        assert not unlanded & free, "a READ may land in a free block"
     pair.transport.is_holding = False
     pair.transport.let_go()
     pair.settle()

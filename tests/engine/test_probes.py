@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
-from pdserve_engine.config import NUM_PROBE_SEATS
+from pdserve_engine.config import NUM_PROBE_SLOTS
 from pdserve_engine.core.handoff import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
@@ -27,7 +27,7 @@ def add_probe(engine: Engine, name: str, **fields: object) -> None:
 
 
 def fill(engine: Engine, *, num_tokens: int = 4, max_tokens: int = 40) -> None:
-    """All seats are taken, and as many requests wait."""
+    """All slots are taken, and as many requests wait."""
     for index in range(2 * engine.scheduler.config.max_num_seqs):
         engine.add(f"{index}", [index] * num_tokens, max_tokens)
     engine.step()
@@ -62,7 +62,7 @@ def test_a_full_decode_worker_grants_a_probe_and_runs_it(
     engine.consumer.finish_load("probe")
     step_until_ended(engine, "probe")
     assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-    assert not engine.consumer.loading, "a probe's seat is nobody else's"
+    assert not engine.consumer.loading, "a probe's slot is nobody else's"
     assert engine.consumer.deferred == ["claims"]
 
 
@@ -109,10 +109,10 @@ def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_pro
     engine.assert_idle()
 
 
-def test_probes_run_few_at_a_time_and_take_no_seat_of_others() -> None:
+def test_probes_run_few_at_a_time_and_take_no_slot_of_others() -> None:
     engine = decode_engine(num_blocks=128, max_num_seqs=2)
     fill(engine, max_tokens=30)
-    names = [f"p{index}" for index in range(5 * NUM_PROBE_SEATS)]
+    names = [f"p{index}" for index in range(5 * NUM_PROBE_SLOTS)]
     for index, name in enumerate(names):
         add_probe(engine, name, kv_transfer_params=ON_D if index % 2 else None)
         if index % 2:
@@ -126,20 +126,20 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others() -> None:
         assert sum(not request.is_probe for request in running) == 2, "they go on"
         for name in list(engine.consumer.loading):
             engine.consumer.finish_load(name)
-    assert most == NUM_PROBE_SEATS
+    assert most == NUM_PROBE_SLOTS
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, MAX_PROBE_TOKENS)
     engine.run()
     engine.assert_idle()
 
 
-def test_as_many_probes_run_at_once_as_have_seats() -> None:
-    engine = Engine(max_num_seqs=2, max_num_batched_tokens=(NUM_PROBE_SEATS + 2) * len(PROMPT))
+def test_as_many_probes_run_at_once_as_have_slots() -> None:
+    engine = Engine(max_num_seqs=2, max_num_batched_tokens=(NUM_PROBE_SLOTS + 2) * len(PROMPT))
     fill(engine)
-    for index in range(NUM_PROBE_SEATS + 1):
+    for index in range(NUM_PROBE_SLOTS + 1):
         add_probe(engine, f"p{index}")
     engine.step()
-    assert engine.scheduler.running.num_probes == NUM_PROBE_SEATS
+    assert engine.scheduler.running.num_probes == NUM_PROBE_SLOTS
     engine.run()
     engine.assert_idle()
 

@@ -136,8 +136,8 @@ def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ran
 def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
     both = make_ranks(says(True), says(True))
     both.ask(SleepRank(1), SleepRank(2)).result(TIMEOUT_S)
-    both.tell(messages.Poke(), ranks=[1])
-    wait_until(lambda: FakeProcess.all[1].taken == [SleepRank(2), messages.Poke()])
+    both.tell(messages.PollSoon(), ranks=[1])
+    wait_until(lambda: FakeProcess.all[1].taken == [SleepRank(2), messages.PollSoon()])
     assert FakeProcess.all[0].taken == [SleepRank(1)]
 
 
@@ -246,7 +246,7 @@ def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
     reasons = {str(future.exception(TIMEOUT_S)) for future in asked}
     assert reasons == {"rank 1 is gone: it was ended by SIGKILL"}
     assert FakeProcess.all[0].is_killed
-    both.tell(messages.Poke())  # nothing happens
+    both.tell(messages.PollSoon())  # nothing happens
     both.tell_behind_steps(messages.Recover())
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_common.types.engine import FinishReason
 from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.config import NUM_PROBE_SEATS
+from pdserve_engine.config import NUM_PROBE_SLOTS
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -100,7 +100,7 @@ class Traffic:
         compiler.on_look = self._maybe_compile
 
     def event(self) -> None:
-        pools = (self.consumer.loading, self.consumer.zombies, self.producer.held)
+        pools = (self.consumer.loading, self.consumer.unlanded, self.producer.held)
         ends = (self.consumer.finish_load, self.consumer.land, self.producer.release)
         kind = self.rng.choices(list(EVENTS), weights=list(EVENTS.values()))[0]
         if kind.startswith("add"):
@@ -243,7 +243,7 @@ class Traffic:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         queue = list(scheduler.waiting)
-        was_faulty = bool(scheduler.places.suspects)
+        was_faulty = bool(scheduler.places.isolated)
         # As if steps took so long: the next one is planned ahead of short ones.
         self.engine.pretend_last_step(self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
@@ -252,14 +252,14 @@ class Traffic:
         check_places(scheduler)
         num_probes = sum(request.is_probe for request in scheduler.running)
         assert scheduler.running.num_probes == num_probes, "they come first"
-        assert num_probes <= NUM_PROBE_SEATS
+        assert num_probes <= NUM_PROBE_SLOTS
         assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
-        # Suspects of a failed step come first, and short prompts may overtake chunked ones.
-        is_faulty = was_faulty or bool(scheduler.places.suspects)
+        # Requests of a failed step come first, and short prompts may overtake chunked ones.
+        is_faulty = was_faulty or bool(scheduler.places.isolated)
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
             forbidden = set(scheduler.places.remote_decodes)
-            # Probes have seats of their own to wait for.
+            # Probes have slots of their own to wait for.
             before = [r for r in queue if r not in forbidden and not r.is_probe]
             self._check_order(before, set(scheduler.waiting))
         if scheduler.config.scheduling_policy == "fcfs":
@@ -287,14 +287,14 @@ class Traffic:
                     self.producer.allow(request.request_id)
             for pool, end in (
                 (self.consumer.loading, self.consumer.finish_load),
-                (self.consumer.zombies, self.consumer.land),
+                (self.consumer.unlanded, self.consumer.land),
                 (self.producer.held, self.producer.release),
             ):
                 for request_id in list(pool):
                     end(request_id)
             self.step()
             is_busy = self.engine.scheduler.has_requests() or self.engine.core.has_work()
-            if not (is_busy or self.producer.held or self.consumer.zombies):
+            if not (is_busy or self.producer.held or self.consumer.unlanded):
                 self.engine.step()
                 return
         raise AssertionError("does not settle: somebody starves")

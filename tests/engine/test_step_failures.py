@@ -93,7 +93,7 @@ def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> 
 
 def test_a_probe_that_waits_for_a_block_decides_when_there_is_one() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=1)
-    engine.scheduler.places.seats.may_grant = lambda *_: True  # more than there are seats
+    engine.scheduler.places.decode_slots.may_grant = lambda *_: True  # more than there are slots
     engine.add("local", [1] * 4, max_tokens=30, attempt=1)  # which need not leave them its own
     pulls = [f"d{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
     for name in pulls:
@@ -131,7 +131,7 @@ def test_no_front_end_can_name_a_request_as_the_engines_own() -> None:
     assert engine.finish_reason("engine-probe") == FinishReason.ERROR
 
 
-def test_a_suspect_that_ends_while_it_is_tried_leaves_the_others_suspects() -> None:
+def test_an_isolated_request_that_ends_leaves_the_others_isolated() -> None:
     engine = Engine()
     for name in ("a", "b", "c"):
         engine.add(name, [ord(name)] * 4)
@@ -176,7 +176,7 @@ def test_nothing_is_computed_behind_a_failed_step() -> None:
     engine.core.close()
 
 
-def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
+def test_an_isolated_request_waits_for_a_slot_in_the_batch() -> None:
     engine = decode_engine(max_num_seqs=2, enable_caching=False, num_blocks=12)
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 6, max_tokens=20)
@@ -206,13 +206,13 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
         assert engine.tokens(name) == expected([ord(name)] * 6, 20)
 
 
-def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
+def test_isolated_requests_that_wait_for_room_stay_so_when_others_fail() -> None:
     engine = decode_engine(max_num_seqs=2, kv_watermark=0.5, num_blocks=16)
     for name in ("d1", "d2"):
         engine.add(name, [ord(name[1])] * 4, max_tokens=8, kv_transfer_params=ON_D)
         engine.consumer.claim(name)
     engine.step()
-    # Sent again: they need not leave the seats to those that have been promised them.
+    # Sent again: they need not leave the slots to those that have been promised them.
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 4, max_tokens=20, attempt=1)
     while engine.scheduler.requests.keys() >= {"a", "b"} and (
@@ -223,7 +223,7 @@ def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
         engine.consumer.finish_load(name)
     assert fail_in_flight(engine) == {"a", "b"}
     assert fail_in_flight(engine) == {"d1", "d2"}
-    assert len(engine.scheduler.places.suspects) == 4
+    assert len(engine.scheduler.places.isolated) == 4
     assert fail_in_flight(engine, "a") == {"a"}
     assert fail_in_flight(engine, "b") == {"b"}
     engine.run()
@@ -323,5 +323,5 @@ def test_a_failing_row_counts_as_no_failing_step() -> None:
         engine.rank.errors[name] = error
     engine.run()
     assert not any(PROBE_ID in step.num_scheduled_tokens for step in engine.rank.steps)
-    assert len(engine.scheduler.places.suspects) == 0
+    assert len(engine.scheduler.places.isolated) == 0
     assert all(engine.outputs[name][-1].error == error for name in bad)

@@ -49,7 +49,7 @@ PROVEN = 'pdserve_worker_pairs{state="proven"}'
 NUM_RANKS = int(os.environ.get("PDSERVE_FAULT_RANKS", "1"))
 HELD_SAMPLES = {
     "blocks": 'pdserve_kv_blocks{state="used"}',
-    "zombies": "pdserve_kv_zombie_reads",
+    "unlanded": "pdserve_kv_unlanded_reads",
     "running": "pdserve_requests_running",
     "waiting": "pdserve_requests_waiting",
 }
@@ -286,7 +286,7 @@ class Held(NamedTuple):
 
     blocks: float = 0
     sessions: float = 0
-    zombies: float = 0
+    unlanded: float = 0
     running: float = 0
     waiting: float = 0
     handles: float = 0

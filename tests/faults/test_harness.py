@@ -240,7 +240,7 @@ def sum_of(cluster: Cluster, name: str, metric: str) -> float:
     return sum(v for key, v in cluster.metrics(name).items() if key.startswith(metric))
 
 
-def test_a_stalled_read_is_a_zombie_until_it_lands(
+def test_a_stalled_read_is_unlanded_until_it_lands(
     cluster: Cluster,
     asker: Asker,
     expected: dict[str, Answer],
@@ -249,9 +249,9 @@ def test_a_stalled_read_is_a_zombie_until_it_lands(
     cluster.controls("decode-0").inject("stall")
     check_answer(asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=SILENCE_S)
     now = held(cluster)["decode-0"]
-    assert (now.zombies, now.handles) == (1, 1)
+    assert (now.unlanded, now.handles) == (1, 1)
     assert now.blocks > 0
-    with pytest.raises(ClusterError, match="decode-0 holds 1 zombies, held 0"):
+    with pytest.raises(ClusterError, match="decode-0 holds 1 unlanded, held 0"):
         wait_for_baseline(cluster, baseline, timeout_s=0.5)
     cluster.controls("decode-0").reset()
     wait_for_baseline(cluster, baseline)
@@ -261,7 +261,7 @@ def test_a_stalled_read_is_a_zombie_until_it_lands(
 def test_a_disconnect_is_told_when_nothing_lands_any_more(
     cluster: Cluster, asker: Asker, baseline: dict[str, Held]
 ) -> None:
-    """Over TCP, where a READ needs the other end's help. One READ, so that no other is a zombie."""
+    """Over TCP, where a READ needs the other end's help. One READ, so that no other is unlanded."""
     prompt = PROMPT[:50]
     expected = asker.ask(prompt, PARAMS["greedy"])
     controls = cluster.controls("decode-0")
@@ -271,9 +271,9 @@ def test_a_disconnect_is_told_when_nothing_lands_any_more(
     controls.wait_reached("chunk")
     cluster.stop("prefill-0")
     controls.go("chunk")
-    zombies = "pdserve_kv_zombie_reads"
+    unlanded = "pdserve_kv_unlanded_reads"
     cluster.wait_for(
-        lambda: "" if cluster.metrics("decode-0")[zombies] else "the READ is over",
+        lambda: "" if cluster.metrics("decode-0")[unlanded] else "the READ is over",
         timeout_s=SILENCE_S,
     )
     cluster.cont("prefill-0")

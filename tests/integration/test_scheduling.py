@@ -163,13 +163,13 @@ async def test_a_router_proves_a_pair_whose_decode_worker_is_full(
             async for output in busy.client.generate([5, 6], ENDLESS, timeout_s=WAIT_S):
                 assert not any(c.HasField("error") for c in output.outputs)
 
-        # One has the only seat, the next one takes it over.
+        # One has the only slot, the next one takes it over.
         holding = [asyncio.create_task(hold()) for _ in range(NUM_HOLDING)]
         await wait_for(stack, "pdserve_requests_running", 1)
         await wait_for(stack, "pdserve_requests_waiting", NUM_HOLDING - 1)
         async with start_router(stack, prefill="prefill-0", decode="decode-2") as routed:
             await routed.until(1, "pdserve_worker_pairs", state="proven")
-            assert not all(task.done() for task in holding), "the seat was free"
+            assert not all(task.done() for task in holding), "the slot was free"
         for task in holding:
             task.cancel()
         assert not [e for e in await asyncio.gather(*holding, return_exceptions=True) if is_bad(e)]

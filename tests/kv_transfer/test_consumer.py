@@ -160,7 +160,7 @@ class World(Pair):
         self.told()
         assert sorted(self.d_blocks.free) == list(range(64))
         assert self.d.num_open_sessions() == 0
-        assert self.gauge("zombie_reads") == 0
+        assert self.gauge("unlanded_reads") == 0
         self.d.check_idle()
 
     def gauge(self, name: str, *labels: str) -> float:
@@ -571,7 +571,7 @@ def test_a_read_that_cannot_be_posted_loses_the_pull(
 # ---- blocks under a READ (K5)
 
 
-def test_zombies_keep_their_blocks_until_they_have_landed(world: World) -> None:
+def test_given_up_reads_keep_their_blocks_until_they_have_landed(world: World) -> None:
     request, session = world.pulling()
     table = world.d_tables[request][0]
     world.say(ready(session, 2, 2))
@@ -579,16 +579,16 @@ def test_zombies_keep_their_blocks_until_they_have_landed(world: World) -> None:
     assert world.end_d(request) == {table[0], table[2]}
     assert CancelRequest(request_id="r0", attempt=0, reason="aborted") in world.heard()
     assert len(world.d_blocks.free) == 62
-    assert world.gauge("zombie_reads") == world.d.num_open_sessions() == 2
+    assert world.gauge("unlanded_reads") == world.d.num_open_sessions() == 2
     world.transport.land()
     assert world.told() == [BlocksFreed((table[0],))]
     assert world.heard() == [], "it has landed, and is not P's any more"
-    assert world.gauge("zombie_reads") == 1
+    assert world.gauge("unlanded_reads") == 1
     assert world.gauge("abandoned_reads") == 2, "also what lands between two scrapes"
     world.end(request)
 
 
-def test_a_zombie_that_fails_gives_its_blocks_back(world: World) -> None:
+def test_a_given_up_read_that_fails_gives_its_blocks_back(world: World) -> None:
     """Not if it could still land: then `on_done` is not called."""
     request, _ = world.pulling()
     table = world.d_tables[request][0]
@@ -908,7 +908,7 @@ def test_a_pull_does_what_the_table_says(
     after = steps[-1].next if steps else state
     assert states(world) == [after] * (after not in (State.ACCEPTED, State.ENDED))
     is_open = after not in (State.EARLY, State.ACCEPTED, State.ENDED)
-    assert world.d.num_open_sessions() == is_open + world.gauge("zombie_reads")
+    assert world.d.num_open_sessions() == is_open + world.gauge("unlanded_reads")
     for item in events:
         match item:
             case BlocksReturned(request=returned, kept=kept):

@@ -386,7 +386,7 @@ def test_neighbours_are_posted_in_ascending_order(rig: Rig) -> None:
     assert list(rig.agent.posted[0].remote) == [7, 8, 9]
 
 
-def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(rig: Rig) -> None:
+def test_p_answers_quickly_after_poll_soon_and_rarely_when_it_is_quiet(rig: Rig) -> None:
     def pauses() -> list[float]:
         return [after - before for before, after in itertools.pairwise(rig.agent.progressed_at)]
 
@@ -401,7 +401,7 @@ def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(rig: Rig) ->
     # A machine with much else to do may make any pause longer, but none shorter.
     wait_until(lambda: len(pauses()) > 5 and min(pauses()[-5:]) >= MAX_PUMP_S)
     rig.agent.progressed_at.clear()
-    rig.transport.poke()
+    rig.transport.poll_soon()
     wait_until(lambda: min(pauses(), default=1.0) < MAX_PUMP_S / 4)
     rig.transport.set_exporting(False)
     assert answers_nobody()

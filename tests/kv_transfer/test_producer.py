@@ -427,19 +427,19 @@ def test_p_exports_while_something_is_announced(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(world.p_transport, "set_exporting", calls.append)
-    monkeypatch.setattr(world.p_transport, "poke", lambda: calls.append("poke"))
+    monkeypatch.setattr(world.p_transport, "poll_soon", lambda: calls.append("poll_soon"))
     request, session = world.asked()
     world.say(KVLinkHeartbeat(step_seq=1))
     assert calls == []
     world.say(Granted(session=session, first_block=0))
-    assert calls == ["poke"]
+    assert calls == ["poll_soon"]
     assert world.start(request)
     world.compute(request, 32)
-    assert calls == ["poke", True, "poke"]
+    assert calls == ["poll_soon", True, "poll_soon"]
     world.end_p(request)
     world.p.ask(world.request("p", "r1"))
     world.say(Release(session=session, through_block=3))
-    assert calls == ["poke", True, "poke", "poke", "poke", False]
+    assert calls == ["poll_soon", True, "poll_soon", "poll_soon", "poll_soon", False]
 
 
 # ---- what the table says, entry by entry: K3 and K8

@@ -51,8 +51,8 @@ class ScriptedRank(RankTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         self.calls.append(is_exporting)
 
-    def poke(self) -> None:
-        self.calls.append("poke")
+    def poll_soon(self) -> None:
+        self.calls.append("poll_soon")
 
     def add_peer(self, peer: KVPeer, on_lost: Callable[[str], None]) -> str:
         if self.refuses:
@@ -230,10 +230,10 @@ def test_what_p_does_it_does_on_all_ranks() -> None:
     world.d.self_check()
     world.d.expect_peer()
     world.d.set_exporting(True)
-    world.d.poke()
+    world.d.poll_soon()
     world.d.close()
     for rank in world.ranks:
-        assert rank.calls == ["self_check", "expect_peer", True, "poke", "close"]
+        assert rank.calls == ["self_check", "expect_peer", True, "poll_soon", "close"]
     assert [endpoint.rank for endpoint in world.d.endpoint().ranks] == [0, 1]
 
 

@@ -61,7 +61,7 @@ async def test_as_many_as_asked_get_it_those_that_have_it_first() -> None:
     await rollout.load(LORA, num_workers=1)
     first = workers.holders(NEW)
     assert {worker.role for worker in first} == set(WorkerRole)
-    assert first[0] in stage.pool.partners(first[1])
+    assert first[0] in stage.pool.paired(first[1])
     await rollout.load(LORA, num_workers=2)
     assert len(workers.holders(NEW)) == 4
     assert set(first) < set(workers.holders(NEW))

@@ -172,7 +172,7 @@ async def test_whatever_the_load_the_least_loaded_get_it_and_only_where_it_is_wa
         assert num_requests(best) == min(map(num_requests, free[wanted[0]]))
         others = [worker for worker in added if worker is not best]
         assert len(others) <= 1
-        # A partner with little to do needs nobody beside it.
+        # A paired worker with little to do needs nobody beside it.
         role_of_others = {WorkerRole.DECODE: WorkerRole.PREFILL}.get(best.role, WorkerRole.DECODE)
         if any(not is_busy(worker) for worker in of_role(before, role_of_others)):
             assert others == []

@@ -38,7 +38,7 @@ async def test_both_legs_go_to_workers_that_hold_it(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each is paired with all, so also with those that hold it.
-    monkeypatch.setattr(pairs, "ENOUGH_PARTNERS", 40)
+    monkeypatch.setattr(pairs, "ENOUGH_PAIRS", 40)
     stage = ModelledPool(40, 40, routing_policy=policy)
     holders = {*stage.pool.prefill[:2], *stage.pool.decode[38:]}
     for worker in stage.workers:

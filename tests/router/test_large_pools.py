@@ -1,4 +1,4 @@
-"""Pools of many workers: everybody has enough partners and nobody far more, whoever comes first."""
+"""Pools of many workers: everybody has enough pairs and nobody far more, whoever comes first."""
 
 import random
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from pdserve_router.workers.routing import pairs
 from pdserve_router.workers.worker import WorkerState
 from support.modelled_pool import ModelledPool, modelled
 
-ENOUGH = pairs.ENOUGH_PARTNERS
+ENOUGH = pairs.ENOUGH_PAIRS
 REQUEST = EngineCoreRequest(
     request_id="r", prompt_token_ids=tuple(range(64)), task=Generate(SamplingParams())
 )
@@ -35,7 +35,7 @@ def in_order(stage: ModelledPool, order: str) -> list[WorkerClient]:
 
 @pytest.mark.parametrize("order", ["prefill first", "decode first", "mixed"])
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(40, 40), (16, 64)])
-async def test_all_have_enough_partners_and_none_far_more(order, num_prefill, num_decode) -> None:
+async def test_all_have_enough_pairs_and_none_far_more(order, num_prefill, num_decode) -> None:
     stage = ModelledPool(num_prefill, num_decode)
     for worker in in_order(stage, order):
         stage.attach(worker)
@@ -45,13 +45,13 @@ async def test_all_have_enough_partners_and_none_far_more(order, num_prefill, nu
         (stage.pool.decode, stage.pool.prefill),
     ):
         share = ENOUGH * max(1, len(others) / len(workers))
-        numbers = [stage.num_partners(worker) for worker in workers]
+        numbers = [stage.num_paired(worker) for worker in workers]
         assert min(numbers) >= ENOUGH
         assert max(numbers) <= 3 * share, sorted(numbers)
     await stage.pool.close()
 
 
-async def test_who_loses_partners_gets_others() -> None:
+async def test_who_loses_pairs_gets_others() -> None:
     stage = ModelledPool(30, 30)
     for worker in stage.workers:
         stage.attach(worker)
@@ -59,13 +59,13 @@ async def test_who_loses_partners_gets_others() -> None:
     for worker in (*stage.pool.prefill[:15], *stage.pool.decode[:15]):
         stage.set(worker, WorkerState.DOWN)
         await stage.proven()
-        assert stage.num_partners(worker) == 0
+        assert stage.num_paired(worker) == 0
     left = (*stage.pool.prefill[15:], *stage.pool.decode[15:])
-    assert min(map(stage.num_partners, left)) >= ENOUGH
+    assert min(map(stage.num_paired, left)) >= ENOUGH
     stage.list_workers(WorkerRole.DECODE, [w.address for w in stage.pool.decode[:26]])
     await stage.proven()
     # Eleven are left, and those that failed no pair may come back.
-    assert min(map(stage.num_partners, stage.pool.prefill[15:])) >= ENOUGH
+    assert min(map(stage.num_paired, stage.pool.prefill[15:])) >= ENOUGH
     await stage.pool.close()
 
 
@@ -75,14 +75,14 @@ async def test_a_pair_that_fails_is_replaced() -> None:
         stage.attach(worker)
     await stage.proven()
     prefill = stage.pool.prefill[0]
-    failed = stage.partners(prefill)
+    failed = stage.paired(prefill)
     for decode in failed:
         for _ in range(3):
             stage.pool.report_failure((prefill, decode))
     await stage.proven()
-    partners = set(stage.partners(prefill))
-    assert len(partners) >= min(ENOUGH, 20 - len(failed))
-    assert not partners & set(failed)
+    paired = set(stage.paired(prefill))
+    assert len(paired) >= min(ENOUGH, 20 - len(failed))
+    assert not paired & set(failed)
     await stage.pool.close()
 
 
@@ -143,7 +143,7 @@ def assert_true(stage: ModelledPool) -> None:
         value = stage.registry.get_sample_value("pdserve_worker_pairs", {"state": state})
         assert value == sum(pair.state == state for pair in every)
     for prefill in pool.prefill:
-        for decode in stage.partners(prefill):
+        for decode in stage.paired(prefill):
             pair = pool._pairs._pair(prefill, decode)
             assert pair.state == "proven"
             assert pair.is_present

@@ -433,7 +433,7 @@ async def test_a_proof_that_comes_due_while_others_are_looked_at_is_not_forgotte
 
 
 async def test_a_big_pool_proves_enough_for_every_worker_a_few_at_a_time(start, monkeypatch):
-    monkeypatch.setattr(pairs, "ENOUGH_PARTNERS", 1)
+    monkeypatch.setattr(pairs, "ENOUGH_PAIRS", 1)
     real, running, most = pairs.probe, 0, 0
     may_run = asyncio.Event()
 

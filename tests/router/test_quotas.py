@@ -21,7 +21,7 @@ from pdserve_common.types.pooling_params import PoolingParams
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.tenants.fair_queue import FairQueue
-from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.part_slots import PartSlots
 from pdserve_router.requests.tenants.quotas import Admission, Quotas, Reservation
 from pdserve_router.requests.tenants.tenant_account import (
     UNSET_MAX_TOKENS,
@@ -95,7 +95,7 @@ def reserve(
     requests: Sequence[ProcessedInput],
     *,
     num_places: int = 1000,
-    places: PartPlaces | None = None,
+    places: PartSlots | None = None,
 ) -> list[Reservation]:
     admission.reserve(requests, num_places=num_places, places=places)
     return turns(admission, requests)
@@ -445,7 +445,7 @@ def vector() -> ProcessedInput:
 
 def test_a_part_that_ends_leaves_its_place_to_the_next_of_its_call() -> None:
     bench = Bench(max_concurrent_requests=2)
-    with PartPlaces() as places:
+    with PartSlots() as places:
         places.num_to_follow = 2
         with bench.admit() as admission:
             (part,) = reserve(admission, [vector()], places=places)
@@ -474,7 +474,7 @@ def test_a_part_that_ends_leaves_its_place_to_the_next_of_its_call() -> None:
 def test_a_place_of_another_account_is_not_taken() -> None:
     """A key leaves the file and comes back while a call of its tenant runs."""
     bench = Bench(max_concurrent_requests=1)
-    with PartPlaces() as places:
+    with PartSlots() as places:
         places.num_to_follow = 1
         with bench.admit() as admission:
             (part,) = reserve(admission, [vector()], places=places)

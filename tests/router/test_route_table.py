@@ -37,14 +37,14 @@ def test_it_is_what_a_walk_would_find(seed: int) -> None:
         used = {(p, d, name) for p, d in links for name in names[p] & names[d]}
         used |= {(d, p, name) for p, d, name in used}
         for worker, name in itertools.product(every, NAMES):
-            partners = {b for a, b, shared in used if a is worker and shared == name}
-            assert set(table.partners(worker, name)) == partners
+            paired = {b for a, b, shared in used if a is worker and shared == name}
+            assert set(table.paired_with(worker, name)) == paired
         for role, name in itertools.product((P, D), NAMES):
             placed = {w for w in workers[role] if name in names[w]}
             assert set(table.workers(role, name)) == placed
             paired = {a for a, _, shared in used if shared == name}
             assert set(table.paired(role, name)) == placed & paired
-        assert table.has_partners == bool(used)
+        assert table.has_pairs == bool(used)
 
 
 def test_an_indexed_set_keeps_its_places() -> None:

@@ -200,8 +200,8 @@ class FaultTransport(KVTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         self.inner.set_exporting(is_exporting)
 
-    def poke(self) -> None:
-        self.inner.poke()
+    def poll_soon(self) -> None:
+        self.inner.poll_soon()
 
     def self_check(self) -> None:
         self.inner.self_check()

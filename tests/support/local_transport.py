@@ -82,7 +82,7 @@ class LocalTransport(PoolTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         """Peers need no help."""
 
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         """Peers need no help."""
 
     def self_check(self) -> None:

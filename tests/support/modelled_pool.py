@@ -136,12 +136,12 @@ class ModelledPool:
             # What has ended them begins others.
             await asyncio.sleep(0)
 
-    def partners(self, worker: Worker) -> list[Worker]:
+    def paired(self, worker: Worker) -> list[Worker]:
         """Whom requests may use it with."""
-        return list(self.pool.partners(worker))
+        return list(self.pool.paired(worker))
 
-    def num_partners(self, worker: Worker) -> int:
-        return len(self.partners(worker))
+    def num_paired(self, worker: Worker) -> int:
+        return len(self.paired(worker))
 
 
 @contextlib.contextmanager

@@ -440,7 +440,7 @@ class ScriptedConsumer(ScriptedPort):
         self.loading: dict[str, tuple[list[int], int]] = {}
         self.confirmed: dict[str, int] = {}
         self.deferred: list[str] = []
-        self.zombies: dict[str, list[int]] = {}
+        self.unlanded: dict[str, list[int]] = {}
 
     # ---- what the scheduler calls
 
@@ -471,7 +471,7 @@ class ScriptedConsumer(ScriptedPort):
         if request.request_id not in self.loading:
             return frozenset()
         del self.loading[request.request_id]
-        self.zombies.setdefault(request.request_id, []).extend(held(block_ids))
+        self.unlanded.setdefault(request.request_id, []).extend(held(block_ids))
         return frozenset(held(block_ids))
 
     def fence_all(self, reason: str) -> None:
@@ -531,12 +531,12 @@ class ScriptedConsumer(ScriptedPort):
         block_ids, _ = self.loading.pop(request_id)
         self.confirmed.pop(request_id, None)
         if is_reading:
-            self.zombies.setdefault(request_id, []).extend(block_ids)
+            self.unlanded.setdefault(request_id, []).extend(block_ids)
         kept = frozenset(block_ids if is_reading else ())
         self.pending_events.append(BlocksReturned(self.tickets[request_id], kept))
 
     def land(self, request_id: str) -> None:
-        self.pending_events.append(BlocksFreed(tuple(self.zombies.pop(request_id))))
+        self.pending_events.append(BlocksFreed(tuple(self.unlanded.pop(request_id))))
 
 
 ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d")

@@ -181,7 +181,7 @@ class RunningStack(Stack):
             for sample in (
                 'pdserve_kv_blocks{state="used"}',
                 "pdserve_kv_sessions",
-                "pdserve_kv_zombie_reads",
+                "pdserve_kv_unlanded_reads",
                 "pdserve_requests_running",
                 "pdserve_requests_waiting",
             ):

@@ -40,7 +40,7 @@ def _why_ttft(outcome: Outcome) -> str:
         return "prefill workers are too few for the prompts"
     waits = percentile(sorted(outcome.grant_waits), 90)
     if waits > LARGE * percentile(sorted(outcome.ttft), 99):
-        return "decode workers have no seat or no KV room, so prompts wait for them"
+        return "decode workers have no slot or no KV room, so prompts wait for them"
     return "prompts come in bursts, or are long"
 
 

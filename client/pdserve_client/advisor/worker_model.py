@@ -190,15 +190,15 @@ class WorkerModel:
         return budget
 
     def _num_promised(self) -> int:
-        """Seats that are kept for others than those that wait."""
+        """Slots that are kept for others than those that wait."""
         return 0
 
     def _plan_waiting(self, budget: int) -> None:
         num_partial = sum(num < leg.num_left for leg, num in self._scheduled)
         num_skipped, spare = 0, None
         for leg in list(itertools.islice(self._waiting, self.limits.max_num_seqs + MAX_SKIPPED)):
-            num_free_seats = self.limits.max_num_seqs - len(self._running) - self._num_promised()
-            if not budget or num_free_seats <= 0:
+            num_free_slots = self.limits.max_num_seqs - len(self._running) - self._num_promised()
+            if not budget or num_free_slots <= 0:
                 return
             num_keys = self.pool.num_cached_keys(leg.keys, leg.num_known - 1)
             num_cached = self.pool.num_cached_tokens(leg.keys, leg.num_known - 1)

@@ -24,7 +24,7 @@ from pdserve_common.limits.receive_slots import (
     RETRY_AFTER_MS,
     Place,
     ReceiveLimits,
-    ReceivePlaces,
+    ReceiveSlots,
 )
 from pdserve_common.rpc.channels import rpc_errors
 
@@ -76,7 +76,7 @@ class _Messages:
     """Receives messages one by one, each in a place of its own."""
 
     def __init__(self, limits: ReceiveLimits, on_limit: OnLimit) -> None:
-        self._places = ReceivePlaces(limits, on_limit)
+        self._places = ReceiveSlots(limits, on_limit)
         self._timeout_s = limits.timeout_s
         self._on_limit = on_limit
 

@@ -53,7 +53,7 @@ class Place:
             self._end(self)
 
 
-class ReceivePlaces:
+class ReceiveSlots:
     """The places of one server. They go round among connections, so that one with many messages
     makes no other wait long. If none is given back, the oldest has to make room.
     """
@@ -145,20 +145,20 @@ class ReceivePlaces:
         self._watch()
 
     def _watch(self) -> None:
-        if self._room_timer is None and (place := self._place_to_revoke()) is not None:
+        if self._room_timer is None and (place := self._slot_to_revoke()) is not None:
             loop = asyncio.get_running_loop()
             due = max(place.since + self.limits.grace_s, loop.time() + _REVOKE_INTERVAL_S)
             self._room_timer = loop.call_at(due, self._make_room)
 
     def _make_room(self) -> None:
         self._room_timer = None
-        place = self._place_to_revoke()
+        place = self._slot_to_revoke()
         if place is not None and _age_s(place) >= self.limits.grace_s:
             place.revoked.set_result(None)
             self._on_limit(MADE_ROOM)
         self._watch()
 
-    def _place_to_revoke(self) -> Place | None:
+    def _slot_to_revoke(self) -> Place | None:
         """The oldest place that another connection waits for."""
         limits = self.limits
         for connection in self._queues:

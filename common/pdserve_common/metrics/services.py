@@ -420,8 +420,10 @@ class KVTransferMetrics:
             registry=registry,
         )
         begin(self.release_acks, valid=("true", "false"))
-        self.zombie_reads = Gauge(
-            "pdserve_kv_zombie_reads", "Given-up READs that have not landed yet", registry=registry
+        self.unlanded_reads = Gauge(
+            "pdserve_kv_unlanded_reads",
+            "Given-up READs that have not landed yet",
+            registry=registry,
         )
         # The gauge misses those that land between two scrapes.
         self.abandoned_reads = Counter(

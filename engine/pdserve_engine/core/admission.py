@@ -5,7 +5,7 @@ been admitted still need.
 import itertools
 from collections.abc import Iterator
 
-from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
+from pdserve_engine.config import NUM_PROBE_SLOTS, SchedulerConfig
 from pdserve_engine.core.handoff.remote_prefill import Room
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.step_plan import StepPlan
@@ -26,13 +26,13 @@ class Admission:
         if not plan.takes_more:
             return False
         if not request.is_probe:
-            return self._places.seats.num_free > 0
-        # A pull has its seat with its blocks.
-        return request.progress.num_slots > 0 or self.num_free_probe_seats() > 0
+            return self._places.decode_slots.num_free > 0
+        # A pull has its slot with its blocks.
+        return request.progress.num_slots > 0 or self.num_free_probe_slots() > 0
 
-    def num_free_probe_seats(self) -> int:
+    def num_free_probe_slots(self) -> int:
         """Of those that only probes may have: they take them with their blocks."""
-        return NUM_PROBE_SEATS - sum(request.is_probe for request in self._admitted())
+        return NUM_PROBE_SLOTS - sum(request.is_probe for request in self._admitted())
 
     def can_allocate(self, request: Request, blocks: ComputedBlocks, plan: StepPlan) -> bool:
         """Do all known tokens of the request fit, of which it would share `blocks`, or would it and
@@ -55,12 +55,12 @@ class Admission:
     def room_for_pulls(self) -> Room:
         """Return what limits grants to pulls."""
         places = self._places
-        landed = (request for request in self._without_seat() if request.do_remote_prefill)
+        landed = (request for request in self._without_slot() if request.do_remote_prefill)
         pulls = itertools.chain(places.remote_prefills.with_blocks(), landed)
         return Room(
             num_held=sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls),
             num_spare=self.num_spare_blocks(),
-            outlook=places.seats.look_ahead(places.num_ahead),
+            slot_forecast=places.decode_slots.look_ahead(places.num_ahead),
         )
 
     def num_missing_blocks(self, request: Request) -> int:
@@ -72,10 +72,10 @@ class Admission:
         """Blocks that whoever is admitted now has to leave free."""
         return self._with_watermark(self._num_reserved_blocks())
 
-    def _without_seat(self) -> Iterator[Request]:
-        """Requests that own all their blocks and find no seat in the batch."""
+    def _without_slot(self) -> Iterator[Request]:
+        """Requests that own all their blocks and find no slot in the batch."""
         ready = (request for request in self._places.kv_ready if not request.is_probe)
-        return itertools.islice(ready, self._places.seats.num_free, None)
+        return itertools.islice(ready, self._places.decode_slots.num_free, None)
 
     def _admitted(self) -> Iterator[Request]:
         """Requests that own blocks. Pulls count: they cannot be preempted, so their first decode

@@ -3,7 +3,7 @@
 waiting          WAITING, PREEMPTED
 running          RUNNING
 kv_ready         WAITING: it owns blocks (pulled, or shared by its fork's source) and there was
-                 no seat in the batch yet
+                 no slot in the batch yet
 forks            WAITING: its source's prompt is not computed yet
 remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
 remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled, or that
@@ -23,13 +23,13 @@ from pdserve_engine.core.features.adapters import AdapterPool
 from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.features.forks import Forks
 from pdserve_engine.core.features.waiting_for_fsm import WaitingForFSM
-from pdserve_engine.core.handoff.decode_slots import Seats
+from pdserve_engine.core.handoff.decode_slots import DecodeSlots
 from pdserve_engine.core.handoff.prefixes import PrefixPulls
 from pdserve_engine.core.handoff.remote_decode import RemoteDecodes
 from pdserve_engine.core.handoff.remote_prefill import RemotePrefills
 from pdserve_engine.core.in_flight import InFlight
+from pdserve_engine.core.isolated_requests import IsolatedRequests
 from pdserve_engine.core.running import KVReady, Running
-from pdserve_engine.core.suspects import Suspects
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, PrefixConsumerPort, ProducerPort
 from pdserve_engine.request.request import Request, RequestStatus
@@ -72,13 +72,13 @@ class Places:
             config.max_num_batched_tokens,
             clock,
         )
-        self.seats = Seats(config, self.running, self.kv_ready, self.forks)
-        self.remote_prefills = RemotePrefills(consumer, kv_cache_manager, self.seats, clock)
+        self.decode_slots = DecodeSlots(config, self.running, self.kv_ready, self.forks)
+        self.remote_prefills = RemotePrefills(consumer, kv_cache_manager, self.decode_slots, clock)
         self.tier_loads = PrefixPulls(offload, kv_cache_manager, clock)
         self.prefix_pulls = PrefixPulls(prefix_consumer, kv_cache_manager, clock)
         self.prefixes = (self.tier_loads, self.prefix_pulls)
         self.ports = (self.remote_decodes.port, self.remote_prefills.port)
-        self.suspects = Suspects(self.remote_decodes)
+        self.isolated = IsolatedRequests(self.remote_decodes)
         self.num_preemptions = 0
         self.num_late_masks = 0
         # Of the requests that wait, those that were running.
@@ -91,7 +91,7 @@ class Places:
 
     @property
     def num_ahead(self) -> int:
-        """Waiting requests, 0 or 1, that have the next seat."""
+        """Waiting requests, 0 or 1, that have the next slot."""
         return int(len(self.waiting) > 0 and self.waiting.peek_request().has_begun)
 
     def start(self, request: Request) -> None:
@@ -125,7 +125,7 @@ class Places:
         self._in_flight.finished_req_ids.add(request.request_id)
         for fork in self.forks.take(request):  # they are computed like any other request
             self.waiting.add_request(fork)
-        self.suspects.remove(request)
+        self.isolated.remove(request)
         kept |= self.remote_decodes.request_finished(request)
         kept |= self.remote_prefills.request_finished(request)
         self._adapters.release(request)

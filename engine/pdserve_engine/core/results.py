@@ -89,7 +89,7 @@ class Results:
 
     def apply_token(self, request: Request, token_id: int) -> None:
         """As `apply_step`, in a fraction of the time, of a decode that has brought a token and
-        nothing else, whose request nobody waits for: no fork, no other worker, no other suspect.
+        nothing else, whose request nobody waits for: no fork, other worker or isolated request.
         """
         progress, drafts = request.progress, request.drafts
         request.count_chunk()
@@ -102,7 +102,7 @@ class Results:
             self._kv.cache_blocks(request, num_finished)
         self._kv.remove_skipped_blocks(request, num_finished)
         if status is not None:
-            self._places.seats.on_end(request)
+            self._places.decode_slots.on_end(request)
             self._places.finish(request, status)
         self._outputs.emit(request)
 
@@ -171,12 +171,12 @@ class Results:
         if prompt_logprobs is not None:
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
         if num_new:
-            self._places.suspects.remove(request)
+            self._places.isolated.remove(request)
             if status is None and request.num_output_tokens >= request.output_limit:
                 # P's part ends with the first token; is_handed_off tells this from a real end.
                 status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is not None:
-            self._places.seats.on_end(request)
+            self._places.decode_slots.on_end(request)
             self._places.finish(request, status)
         elif not num_new and prompt_logprobs is None:
             return

@@ -57,7 +57,7 @@ class Running(Place):
 
 class KVReady(Place):
     """Requests that own blocks with KV, pulled or shared by a fork's source, and for which there
-    was no seat in the batch yet: probes first, then in the order in which they came.
+    was no slot in the batch yet: probes first, then in the order in which they came.
     """
 
     statuses = (RequestStatus.WAITING,)

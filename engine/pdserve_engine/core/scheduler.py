@@ -236,7 +236,7 @@ class Scheduler:
 
     @property
     def num_open_sessions(self) -> int:
-        """KV sessions (on D: tickets, pulls and zombie READs) that are not over."""
+        """KV sessions (on D: tickets, pulls and unlanded READs) that are not over."""
         return sum(port.num_open_sessions() for port in self._ports)
 
     @property
@@ -282,7 +282,7 @@ class Scheduler:
             self.places.remote_decodes.on_step(has_room=plan.takes_more)
         self.needs_drain = plan.needs_drain
         if plan.scheduled:
-            self.places.seats.on_step()
+            self.places.decode_slots.on_step()
         return self.in_flight.add(plan, self.running.count_common_prefix_blocks())
 
     def _plan(self) -> StepPlan:
@@ -310,7 +310,7 @@ class Scheduler:
             self._queue_with_prefix(request)
         self._prefix_loans.apply(self._admission.num_spare_blocks)
         if self.pause_state is PauseState.UNPAUSED:
-            places.remote_prefills.grant_probes(self._admission.num_free_probe_seats)
+            places.remote_prefills.grant_probes(self._admission.num_free_probe_slots)
             # Preempted requests come first, or a stream of small claims would keep them out for
             # ever.
             if not places.num_preempted:
@@ -336,7 +336,7 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.observe_step(step, result, duration_s)
         results, annotated_ids = self._results, result.annotated_ids
-        is_awaited = bool(self.places.forks or self.places.suspects)
+        is_awaited = bool(self.places.forks or self.places.isolated)
         for request, scheduled in step.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
@@ -364,7 +364,7 @@ class Scheduler:
         """
         failed = self.in_flight.discard(steps)
         # A speculative first step is only rolled back: its release may still be acknowledged.
-        suspects = [
+        failed = [
             r for r in failed if r.status is RequestStatus.RUNNING and not r.handoff.needs_remote_kv
         ]
         for request in reversed(list(self.running)):
@@ -374,15 +374,15 @@ class Scheduler:
                 self.places.preempt(request)
         if len(failed) == 1:
             error = RequestFailedError(message).to_engine_error()
-            request_ids = [r.request_id for r in suspects]
+            request_ids = [r.request_id for r in failed]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
-            self.places.suspects.note_failed(suspects)
+            self.places.isolated.note_failed(failed)
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""
         self.add_request(request)
-        self.places.suspects.put_first(request)
+        self.places.isolated.put_first(request)
 
     def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
         """Return the load after a step."""

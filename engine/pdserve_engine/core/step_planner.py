@@ -66,16 +66,16 @@ class Planner:
             admits_new,
             tells_tokens=self._config.num_stages > 1,
         )
-        suspect = self._places.suspects.next()
-        if suspect is not None:
-            self._schedule_suspect(suspect, plan)
+        isolated = self._places.isolated.next()
+        if isolated is not None:
+            self._schedule_isolated(isolated, plan)
         elif self._config.scheduling_mode == "v0":
             self._schedule_phase(plan)
         else:
             self._schedule_probes(plan)
             self._schedule_running(plan)
             self._schedule_newcomers(plan)
-        if self._drafts is not None and suspect is None:
+        if self._drafts is not None and isolated is None:
             self._drafts.add(plan)
         return plan
 
@@ -159,7 +159,7 @@ class Planner:
                 continue
             if not self._admission.may_add(request, plan):
                 break
-            if not (request.has_begun or places.seats.may_run()):
+            if not (request.has_begun or places.decode_slots.may_run()):
                 break
             outcome = self._admit(request, plan)
             if outcome is _Outcome.NO_ROOM:
@@ -180,20 +180,20 @@ class Planner:
                 return
             self._admit(request, plan)
 
-    def _schedule_suspect(self, suspect: Request, plan: StepPlan) -> None:
+    def _schedule_isolated(self, isolated: Request, plan: StepPlan) -> None:
         """Plan a step for one request of a step that failed, and for no other."""
-        if suspect.status is RequestStatus.RUNNING:
-            if not suspect.is_output_complete:
-                self._continue_running(suspect, plan)
-        elif not self._admit_suspect(suspect, plan):
-            # Others hold the seat or the blocks it needs: they first.
+        if isolated.status is RequestStatus.RUNNING:
+            if not isolated.is_output_complete:
+                self._continue_running(isolated, plan)
+        elif not self._admit_isolated(isolated, plan):
+            # Others hold the slot or the blocks it needs: they first.
             self._schedule_running(plan)
             self._schedule_kv_ready(plan)
 
-    def _admit_suspect(self, suspect: Request, plan: StepPlan) -> bool:
-        if not self._admission.may_add(suspect, plan):
+    def _admit_isolated(self, isolated: Request, plan: StepPlan) -> bool:
+        if not self._admission.may_add(isolated, plan):
             return False
-        return self._admit(suspect, plan) is _Outcome.ADMITTED
+        return self._admit(isolated, plan) is _Outcome.ADMITTED
 
     # ---- one request
 

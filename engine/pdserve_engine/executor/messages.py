@@ -126,8 +126,8 @@ class SetExporting:
 
 
 @dataclass(frozen=True, slots=True)
-class Poke:
-    """As RankTransport.poke."""
+class PollSoon:
+    """As RankTransport.poll_soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class RemoveAdapter:
 
 # Makes a grammar of its text and first_mask_s, with the tokenizer that this end knows.
 ReadGrammar = Callable[[str, float], CompiledGrammar]
-TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Read
+TransportCommand = ExpectPeer | SetExporting | PollSoon | AddPeer | RemovePeer | Read
 AdapterCommand = AddAdapter | DiscardAdapter | RemoveAdapter
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (

@@ -70,8 +70,8 @@ class RemoteTransport(RankTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         self._send(messages.SetExporting(is_exporting))
 
-    def poke(self) -> None:
-        self._send(messages.Poke())
+    def poll_soon(self) -> None:
+        self._send(messages.PollSoon())
 
     def add_peer(self, peer: KVPeer, on_lost: Callable[[str], None]) -> str:
         key = f"{peer.agent_name}#{next(self._numbers)}"
@@ -150,8 +150,8 @@ class TransportHost:
         transport = self._transport
         if isinstance(command, messages.Read):
             self._read(command)
-        elif isinstance(command, messages.Poke):
-            transport.poke()
+        elif isinstance(command, messages.PollSoon):
+            transport.poll_soon()
         elif isinstance(command, messages.SetExporting):
             transport.set_exporting(command.is_exporting)
         elif isinstance(command, messages.ExpectPeer):

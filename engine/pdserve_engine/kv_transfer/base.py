@@ -127,7 +127,7 @@ class Transport(ABC, Generic[PeerT, EndpointT]):
         """The owner: blocks are announced, so keep progressing for peers that read them."""
 
     @abstractmethod
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         """The owner: a peer is about to read (blocks were announced, it sent a message), so be
         quick to answer for a while. Only while exporting; cheap.
         """

@@ -43,7 +43,7 @@ class StartForbidden:
 
 @dataclass(frozen=True, slots=True)
 class StartDeferred:
-    """P: D has no room or no seat for the request yet. StartAllowed follows unasked."""
+    """P: D has no room or no slot for the request yet. StartAllowed follows unasked."""
 
     request: "Request"
 

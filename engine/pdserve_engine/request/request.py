@@ -138,7 +138,7 @@ class Request:
         self.request_id = request.request_id
         self.sampling_params = params
         self.pooling_params = task.pooling_params if isinstance(task, Pool) else None
-        # A router's own, tiny: it comes before all others, in a seat of its own.
+        # A router's own, tiny: it comes before all others, in a slot of its own.
         self.is_probe = request.priority == PROBE_PRIORITY
         transfer = request.kv_transfer_params
         self.do_remote_decode = transfer is not None and transfer.do_remote_decode

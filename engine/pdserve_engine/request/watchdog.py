@@ -72,7 +72,7 @@ class StepWatch:
         self._running: RunningStep | None = None
         # By the AwakeClock.
         self._running_since = 0.0
-        self._has_overslept = False
+        self._has_stalled = False
         self.forget()
 
     def forget(self) -> None:
@@ -100,7 +100,7 @@ class StepWatch:
     def learn(self, work: int, duration_s: float) -> None:
         """A step is over. Steps during which the process was stopped teach nothing."""
         self._look()
-        if work and not self._has_overslept:
+        if work and not self._has_stalled:
             if self._longest is None or duration_s > self._longest[1]:
                 self._longest = work, duration_s
             size = work.bit_length()
@@ -108,10 +108,10 @@ class StepWatch:
             self._num_steps += 1
             if self._num_steps == NUM_KNOWN_STEPS:
                 self._sizes_before, self._sizes, self._num_steps = self._sizes, {}, 0
-        self._has_overslept = False
+        self._has_stalled = False
 
     def _look(self) -> None:
-        self._has_overslept |= self._awake.tick() > 0
+        self._has_stalled |= self._awake.tick() > 0
 
     def _bound_s(self, work: int | None) -> float:
         if work is None or self._longest is None:

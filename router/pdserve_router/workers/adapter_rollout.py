@@ -175,12 +175,12 @@ class AdapterRollout:
         if not num_workers:
             return [*decode, *prefill]
         decode.sort(key=lambda each: (not _digest_of(each, name), load(each)))
-        partners = self._partners(decode[:num_workers])
-        prefill.sort(key=lambda p: (p not in partners, not _digest_of(p, name), load(p)))
+        paired = self._paired(decode[:num_workers])
+        prefill.sort(key=lambda p: (p not in paired, not _digest_of(p, name), load(p)))
         return [*decode[:num_workers], *prefill[:num_workers]]
 
-    def _partners(self, decode: Sequence[Worker]) -> Collection[Worker]:
-        return {partner for worker in decode for partner in self._pool.partners(worker)}
+    def _paired(self, decode: Sequence[Worker]) -> Collection[Worker]:
+        return {other for worker in decode for other in self._pool.paired(worker)}
 
     async def _add_first(
         self, worker: Worker, lora: LoRARequest, before: Mapping[Worker, str]

@@ -131,8 +131,8 @@ class AdapterScaleOut:
         return []
 
     def _pair_of(self, role: WorkerRole, adapter: LoRAAdapter) -> list[Worker]:
-        """Return the worker of a role with the least load that lacks it, and a partner unless one
-        with little to do has it.
+        """Return the worker of a role with the least load that lacks it, and one paired with it
+        unless one with little to do has it.
         """
         is_decode = role is WorkerRole.DECODE
         listed = self._pool.decode if is_decode else self._pool.prefill
@@ -140,11 +140,11 @@ class AdapterScaleOut:
         holders = self._pool.holders(other, adapter.digest)
         takers = [w for w in listed if not self._is_busy(w) and self._lacks(w, adapter)]
         for worker in sorted(takers, key=load):
-            partners = self._pool.partners(worker)
-            holding = [each for each in partners if each in holders]
+            paired = self._pool.paired(worker)
+            holding = [each for each in paired if each in holders]
             if any(not self._is_busy(each) for each in holding):
                 return [worker]
-            if lacking := [each for each in partners if self._lacks(each, adapter)]:
+            if lacking := [each for each in paired if self._lacks(each, adapter)]:
                 return [worker, min(lacking, key=load)]
             # Decode workers can work alone where there is no prefill.
             if holding or (is_decode and not self._pool.prefill):

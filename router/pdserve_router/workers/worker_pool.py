@@ -271,9 +271,9 @@ class WorkerPool:
         """Return those that new requests with an adapter may go to."""
         return self._table.workers(role, name_with_adapter(self._weights.name, digest)).items
 
-    def partners(self, worker: Worker) -> Collection[Worker]:
+    def paired(self, worker: Worker) -> Collection[Worker]:
         """Return those that it is proven to work with."""
-        return self._table.partners(worker, self._weights.name).items
+        return self._table.paired_with(worker, self._weights.name).items
 
     def last_served_at(self, origins: Collection[Origin]) -> float:
         """Return when (by the clock) a listed worker was last ready that could go on with an

@@ -15,7 +15,7 @@ overtaken MAX_PATIENCE times. Where requests come again and again (`recurs`) som
 while all others are served. That shows as a number: how often others got blocks of the D that it
 waits for. With all rules it stays below a bound; without one of them it has none.
 
-Grants are bounded by room and by D's seats, the places in its batch, of which `num_in_sight` get
+Grants are bounded by room and by D's slots, the places in its batch, of which `num_in_sight` get
 free in time; that they do is not sure. pdserve also limits the share of a pool that grants may
 hold, which only takes choices away.
 """
@@ -65,7 +65,7 @@ ON_D = {
 ADMITTED = {Stage.GRANTED, Stage.STARTED, Stage.PULLED, Stage.READY}
 REVOCABLE = {Stage.GRANTED, Stage.STARTED}
 RUNNING = {Stage.DECODING, Stage.GROWN}
-# Who has a seat or has been promised one.
+# Who has a slot or has been promised one.
 PROMISED = ADMITTED | RUNNING
 WAITS_FOR_D = {Stage.CLAIMED, Stage.UNGRANTED, Stage.PREEMPTED}
 
@@ -105,17 +105,17 @@ class GrantModel:
     p_blocks: tuple[int, ...]
     d_blocks: tuple[int, ...]
     # None: as many as there are requests.
-    d_seats: tuple[int, ...] | None = None
+    d_slots: tuple[int, ...] | None = None
     num_in_sight: int = 0
-    # Nobody whose first token is out may find all seats taken.
-    wants_seat_at_once: bool = False
+    # Nobody whose first token is out may find all slots taken.
+    wants_slot_at_once: bool = False
     # A request that is done is followed by another one like it. Nobody may be overtaken more often.
     recurs: bool = False
     max_overtaken: int = 3
     # D's blocks before P's.
     grants_first: bool = True
-    # No grant without a seat in sight.
-    seats_first: bool = True
+    # No grant without a slot in sight.
+    slots_first: bool = True
     # A claim that finds no room stays, and once it is overdue nobody overtakes it.
     keeps_claims: bool = True
     # A grant leaves room for the first token of everybody who was admitted.
@@ -132,8 +132,8 @@ class GrantModel:
         for number, item in enumerate(world.items):
             if item.num_overtaken > self.max_overtaken:
                 return f"request {number} starves: {item.num_overtaken} others have overtaken it"
-            is_ready = self.wants_seat_at_once and item.stage is Stage.READY
-            if is_ready and not self._has_seat(world, number):
+            is_ready = self.wants_slot_at_once and item.stage is Stage.READY
+            if is_ready and not self._has_slot(world, number):
                 return f"request {number} waits behind its first token"
         return ""
 
@@ -196,17 +196,17 @@ class GrantModel:
             num_owed = num_more + sum(stage in ADMITTED for stage in stages)
         return self._free_on_d(world, request.d) >= request.num_blocks + num_owed
 
-    def _has_seat(self, world: World, number: int, taken: Container[Stage] = RUNNING) -> bool:
+    def _has_slot(self, world: World, number: int, taken: Container[Stage] = RUNNING) -> bool:
         """Have others of its D left it one?"""
-        if self.d_seats is None:
+        if self.d_slots is None:
             return True
         d = self.requests[number].d
         others = (world.items[other].stage in taken for other in self._at_d[d] if other != number)
-        num_seats = self.d_seats[d] + (self.num_in_sight if taken is PROMISED else 0)
-        return sum(others) < num_seats
+        num_slots = self.d_slots[d] + (self.num_in_sight if taken is PROMISED else 0)
+        return sum(others) < num_slots
 
-    def _has_seat_in_sight(self, world: World, number: int) -> bool:
-        return not self.seats_first or self._has_seat(world, number, PROMISED)
+    def _has_slot_in_sight(self, world: World, number: int) -> bool:
+        return not self.slots_first or self._has_slot(world, number, PROMISED)
 
     def _is_blocked(self, world: World, number: int) -> bool:
         """Whether somebody else is the next to get blocks of this request's D."""
@@ -250,7 +250,7 @@ class GrantModel:
     # ---- D
 
     def _wait(self, world: World, number: int, granted: Stage) -> Steps:
-        if self._has_room(world, number) and self._has_seat_in_sight(world, number):
+        if self._has_room(world, number) and self._has_slot_in_sight(world, number):
             if not self._is_blocked(world, number):
                 yield "D grants", self._grant(world, number, granted)
         elif not self.keeps_claims:
@@ -287,7 +287,7 @@ class GrantModel:
 
     def _ready(self, world: World, number: int) -> Steps:
         has_block = self._free_on_d(world, self.requests[number].d) >= 1
-        if has_block and self._has_seat(world, number):
+        if has_block and self._has_slot(world, number):
             yield "D decodes", _put(world, number, Stage.DECODING)
 
     def _decoding(self, world: World, number: int) -> Steps:
@@ -318,7 +318,7 @@ class GrantModel:
     def _preempted(self, world: World, number: int) -> Steps:
         # What it has known by then takes one block more than its prompt.
         is_blocked = not self.resumes_first and self._is_blocked(world, number)
-        has_room = self._has_room(world, number, num_more=2) and self._has_seat(world, number)
+        has_room = self._has_room(world, number, num_more=2) and self._has_slot(world, number)
         if has_room and not is_blocked:
             yield "D resumes", _put(world, number, Stage.DECODING)
 

@@ -177,7 +177,7 @@ class ConsumerSide:
     def _watch_reads(self, world: World) -> Steps:
         pending = {copy.block for copy in world.copies}
         for number, read in enumerate(world.reads):
-            if read.state in (_R.POSTED, _R.ZOMBIE) and read.block not in pending:
+            if read.state in (_R.POSTED, _R.UNLANDED) and read.block not in pending:
                 yield f"D sees chunk {read.chunk} landed", self._on_landed(world, number)
 
     def _on_landed(self, world: World, number: int) -> World:
@@ -260,7 +260,7 @@ class ConsumerSide:
         confirmed = {
             number
             for number, read in enumerate(world.reads)
-            if read.state is not _R.ZOMBIE and read.chunk < through
+            if read.state is not _R.UNLANDED and read.chunk < through
         }
         return self._advance_reads(world, _RE.CONFIRMED, confirmed)
 
@@ -315,10 +315,10 @@ def _return_blocks(world: World) -> World:
 
 
 def _accept(world: World) -> World:
-    """Its READs are over and done with, the blocks are the request's. Zombies were another's."""
-    zombies = tuple(read for read in world.reads if read.state is _R.ZOMBIE)
+    """Its READs are over, the blocks are the request's. Unlanded ones were another's."""
+    unlanded = tuple(read for read in world.reads if read.state is _R.UNLANDED)
     d = world.d._replace(was_accepted=True, sent=world.d.first_step_read)
-    return world._replace(reads=zombies, d=d)
+    return world._replace(reads=unlanded, d=d)
 
 
 def _forget_session(world: World) -> World:

@@ -28,8 +28,8 @@ AGAIN = GrantModel(
 # Enough for somebody to starve.
 ONE_D = replace(AGAIN, requests=AGAIN.requests[:3])
 
-# Room for all, seats for one of two.
-SEATS = replace(ONCE, requests=ONCE.requests[:4], d_blocks=(20, 20), d_seats=(2, 1))
+# Room for all, slots for one of two.
+SLOTS = replace(ONCE, requests=ONCE.requests[:4], d_blocks=(20, 20), d_slots=(2, 1))
 
 
 def test_all_requests_are_served() -> None:
@@ -73,17 +73,17 @@ def test_without_revocation_running_requests_give_way_and_all_are_served() -> No
     holds(replace(once, revokes=False), more_than=5_000)
 
 
-def test_a_grant_with_a_seat_has_nobody_wait_behind_its_first_token() -> None:
-    holds(replace(SEATS, wants_seat_at_once=True), more_than=1_000)
+def test_a_grant_with_a_slot_has_nobody_wait_behind_its_first_token() -> None:
+    holds(replace(SLOTS, wants_slot_at_once=True), more_than=1_000)
 
 
-def test_unless_a_seat_is_in_sight_a_grant_has_a_client_wait_behind_its_first_token() -> None:
-    found = fails(replace(SEATS, wants_seat_at_once=True, seats_first=False))
+def test_unless_a_slot_is_in_sight_a_grant_has_a_client_wait_behind_its_first_token() -> None:
+    found = fails(replace(SLOTS, wants_slot_at_once=True, slots_first=False))
     assert "waits behind its first token" in found.what
 
 
 @pytest.mark.parametrize("num_in_sight", [0, 1])
-def test_with_few_seats_and_few_blocks_all_are_served(num_in_sight: int) -> None:
-    holds(replace(ONCE, d_seats=(1, 1), num_in_sight=num_in_sight), more_than=5_000)
-    for d_seats in ((1, 1), (2, 1)):
-        holds(replace(AGAIN, d_seats=d_seats, num_in_sight=num_in_sight), more_than=1_000)
+def test_with_few_slots_and_few_blocks_all_are_served(num_in_sight: int) -> None:
+    holds(replace(ONCE, d_slots=(1, 1), num_in_sight=num_in_sight), more_than=5_000)
+    for d_slots in ((1, 1), (2, 1)):
+        holds(replace(AGAIN, d_slots=d_slots, num_in_sight=num_in_sight), more_than=1_000)

@@ -152,7 +152,7 @@ class SimulatedNic(KVTransport):
     def expect_peer(self) -> None:
         """Peers need no help."""
 
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         """Peers need no help."""
 
     def set_exporting(self, is_exporting: bool) -> None:

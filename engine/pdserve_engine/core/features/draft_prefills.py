@@ -67,7 +67,7 @@ class DraftPrefills:
     def _next(self, budget: int) -> Iterator[tuple[Request, int]]:
         """Yield requests, and how many tokens of each, in whole blocks, a budget is enough for."""
         # A request that is tried alone must not be blamed for others.
-        if not self._config.has_draft_model or self._places.suspects.next() is not None:
+        if not self._config.has_draft_model or self._places.isolated.next() is not None:
             return
         waiting = list(self._places.remote_prefills.with_blocks())
         self._num_planned = {r: self._num_planned.get(r, 0) for r in waiting}

@@ -1,10 +1,10 @@
-"""D's seats, the places in its batch: who has been promised one, and whether another request finds
+"""D's slots, the places in its batch: who has been promised one, and whether another request finds
 one in time.
 
-A client has its first token when P is done. If D has no seat then, the stream is silent in the
-midst of its answer. So D grants no blocks before a seat is in sight: free now, or free when the KV
-will have landed, so that seats do not stay empty while P computes. Time is counted in steps of this
-engine, as running requests end after so many of them. Probes have seats of their own, and do not
+A client has its first token when P is done. If D has no slot then, the stream is silent in the
+midst of its answer. So D grants no blocks before a slot is in sight: free now, or free when the KV
+will have landed, so that slots do not stay empty while P computes. Time is counted in steps of this
+engine, as running requests end after so many of them. Probes have slots of their own, and do not
 count here.
 """
 
@@ -18,25 +18,25 @@ from pdserve_engine.core.running import Running
 from pdserve_engine.request.request import Request
 
 # How far the last observation moves an estimate, if it is lower and if it is higher: who lands too
-# early waits behind its first token, who lands too late leaves a seat empty for a step.
+# early waits behind its first token, who lands too late leaves a slot empty for a step.
 _LOWER = 1 / 4
 _HIGHER = 1 / 8
 # The same for ends before the last permitted token, of which a step sees few.
 _NEWEST_EARLY_END = 1 / 64
 
 
-class Outlook(NamedTuple):
-    """Seats and who needs them, as far as can be told; in steps from now, ascending."""
+class SlotForecast(NamedTuple):
+    """Slots and who needs them, as far as can be told; in steps from now, ascending."""
 
-    # When each seat is free: 0, or the last token that its request may have.
-    seats: Sequence[int]
+    # When each slot is free: 0, or the last token that its request may have.
+    free_at: Sequence[int]
     # When each of those who have been let in needs one.
     arrivals: Sequence[int]
     # Requests that end before their last permitted token, in one step.
     early_ends: float
 
-    def has_seat(self, arrival: int) -> bool:
-        """Does one more that needs a seat in `arrival` steps find one, and all that come after it
+    def has_slot(self, arrival: int) -> bool:
+        """Does one more that needs a slot in `arrival` steps find one, and all that come after it
         still theirs?
         """
         num_before = bisect.bisect_right(self.arrivals, arrival)
@@ -44,13 +44,13 @@ class Outlook(NamedTuple):
         return all(self._is_free(num_before + i, steps) for i, steps in enumerate(after))
 
     def _is_free(self, number: int, steps: int) -> bool:
-        """Is the seat free by then that is the `number`th to be taken?"""
+        """Is the slot free by then that is the `number`th to be taken?"""
         number -= int(self.early_ends * steps)
-        return number < 0 or (number < len(self.seats) and self.seats[number] <= steps)
+        return number < 0 or (number < len(self.free_at) and self.free_at[number] <= steps)
 
 
-class Seats:
-    """The seats of an engine, and the pulls that have been promised one."""
+class DecodeSlots:
+    """The slots of an engine, and the pulls that have been promised one."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Seats:
         kv_ready: Collection[Request],
         forks: Forks,
     ) -> None:
-        """`running` have a seat; `kv_ready` and `forks` of either need one as soon as they can."""
+        """`running` have a slot; `kv_ready` and `forks` of either need one as soon as they can."""
         self._config = config
         self._running = running
         self._kv_ready = kv_ready
@@ -74,7 +74,7 @@ class Seats:
 
     @property
     def num_free(self) -> int:
-        """Seats that nobody has now, promised or not."""
+        """Slots that nobody has now, promised or not."""
         return self._config.max_num_seqs - len(self._running) + self._running.num_probes
 
     def promise(self, request: Request) -> None:
@@ -83,7 +83,7 @@ class Seats:
             self._granted[request] = self._step
 
     def land(self, request: Request) -> None:
-        """Its KV is here: it needs its seat now."""
+        """Its KV is here: it needs its slot now."""
         granted = self._granted.pop(request, None)
         if granted is not None:
             num_steps, size = float(self._step - granted), _size(request)
@@ -105,16 +105,16 @@ class Seats:
         """A running request has ended."""
         self._num_early_ends += request.num_output_tokens < request.output_limit
 
-    def may_grant(self, request: Request, outlook: Outlook) -> bool:
-        """Will the request have a seat when its KV has landed?"""
-        return outlook.has_seat(self._steps_to_land(request))
+    def may_grant(self, request: Request, forecast: SlotForecast) -> bool:
+        """Will the request have a slot when its KV has landed?"""
+        return forecast.has_slot(self._steps_to_land(request))
 
     def may_run(self) -> bool:
-        """May a request that has been promised none take a seat now? Not one of a pull."""
-        return not self._granted or self.look_ahead().has_seat(0)
+        """May a request that has been promised none take a slot now? Not one of a pull."""
+        return not self._granted or self.look_ahead().has_slot(0)
 
-    def look_ahead(self, num_ahead: int = 0) -> Outlook:
-        """Return what is in sight. `num_ahead` waiting requests take the next seats."""
+    def look_ahead(self, num_ahead: int = 0) -> SlotForecast:
+        """Return what is in sight. `num_ahead` waiting requests take the next slots."""
         running = [request for request in self._running if not request.is_probe]
         free = (0,) * self.num_free
         arrivals = [0] * num_ahead
@@ -127,8 +127,8 @@ class Seats:
         for request, granted in self._granted.items():
             num_left = max(0, granted + self._steps_to_land(request) - self._step)
             arrivals += [num_left] * (1 + self._forks.num_of(request))
-        seats = sorted((*free, *map(self._steps_to_end, running)))
-        return Outlook(seats, sorted(arrivals), self._early_ends)
+        slots = sorted((*free, *map(self._steps_to_end, running)))
+        return SlotForecast(slots, sorted(arrivals), self._early_ends)
 
     def _steps_to_land(self, request: Request) -> int:
         return round(self._landing_steps.get(_size(request), 0))

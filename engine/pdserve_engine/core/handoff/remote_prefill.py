@@ -1,7 +1,7 @@
 """D's side of the handoff in the scheduler: requests whose KV another worker computes, from the
 router's ticket until they can run.
 
-A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a seat in
+A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a slot in
 sight, and P may start.
 Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
 nobody starves; preempted requests come before all of them. Probes, of which few are let in at a
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve_common.types.engine import EngineCoreEventType
-from pdserve_engine.core.handoff.decode_slots import Outlook, Seats
+from pdserve_engine.core.handoff.decode_slots import DecodeSlots, SlotForecast
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, NoConnector
 from pdserve_engine.request.request import Place, Request, RequestStatus
@@ -46,11 +46,11 @@ class Room(NamedTuple):
     num_held: int
     # Free blocks that a grant has to leave.
     num_spare: int
-    outlook: Outlook
+    slot_forecast: SlotForecast
 
 
-# A probe finds a seat of its own, and is too small for the other limits.
-_ROOM_OF_PROBES = Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
+# A probe finds a slot of its own, and is too small for the other limits.
+_ROOM_OF_PROBES = Room(num_held=0, num_spare=0, slot_forecast=SlotForecast([0], [], 0.0))
 
 
 class RemotePrefills(Place):
@@ -64,13 +64,13 @@ class RemotePrefills(Place):
         self,
         port: ConsumerPort | None,
         kv_cache_manager: KVCacheManager,
-        seats: Seats,
+        decode_slots: DecodeSlots,
         clock: Callable[[], float],
     ) -> None:
         self.port: ConsumerPort = NoConnector() if port is None else port
         self._has_port = port is not None
         self._kv = kv_cache_manager
-        self._seats = seats
+        self._decode_slots = decode_slots
         self._clock = clock
         # And when P claimed blocks last; before that, or after a rollback: when it came.
         self._requests: dict[Request, float] = {}
@@ -124,7 +124,7 @@ class RemotePrefills(Place):
 
     def land(self, request: Request) -> None:
         """All of its KV is here: forget it."""
-        self._seats.land(request)
+        self._decode_slots.land(request)
         self.remove_request(request)
 
     def claim(self, request: Request, since: float) -> None:
@@ -140,14 +140,14 @@ class RemotePrefills(Place):
 
     def drop_claim(self, request: Request) -> None:
         """P's claim, if there is one, does not count any more, whether granted or not."""
-        self._seats.withdraw(request)
+        self._decode_slots.withdraw(request)
         claims = self._claims_like(request)
         for claim in [claim for claim in claims if claim.request is request]:
             claims.remove(claim)
 
-    def grant_probes(self, num_free_seats: Callable[[], int]) -> None:
+    def grant_probes(self, num_free_slots: Callable[[], int]) -> None:
         """Give blocks to probes' claims, however many others wait."""
-        while self._probe_claims and num_free_seats() > 0:
+        while self._probe_claims and num_free_slots() > 0:
             if not self._reserve(self._probe_claims[0].request, _ROOM_OF_PROBES):
                 return
             self._probe_claims.popleft()
@@ -191,7 +191,7 @@ class RemotePrefills(Place):
         request = self.port.reclaim()
         if request is None:
             return False
-        self._seats.withdraw(request)
+        self._decode_slots.withdraw(request)
         self._free(request)
         claim = _Claim(request, self._requests[request], is_deferred=True)
         bisect.insort_left(self._claims_like(request), claim, key=lambda other: other.since)
@@ -204,7 +204,7 @@ class RemotePrefills(Place):
         """Give a request blocks for all its known tokens, those that are cached here among them,
         and tell P. False if there is no room; True also if P has withdrawn its claim.
         """
-        if not self._seats.may_grant(request, room.outlook):
+        if not self._decode_slots.may_grant(request, room.slot_forecast):
             return False
         num_tokens = request.num_tokens
         blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
@@ -215,7 +215,7 @@ class RemotePrefills(Place):
             return False
         block_ids = self._kv.get_block_ids(request.request_id)
         if self.port.grant(request, block_ids, num_hit_tokens):
-            self._seats.promise(request)
+            self._decode_slots.promise(request)
             self._kv.record_lookup(request, num_hit_tokens)
             request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
         else:

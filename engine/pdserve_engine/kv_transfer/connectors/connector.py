@@ -100,7 +100,7 @@ class Connector(ABC, Generic[MessageT]):
             tick = self._links.tick(self._step_seq())
             for link in tick.silent:
                 self._drop_link(link, "silent")
-            self._expire(now, tick.overslept_s)
+            self._expire(now, tick.stalled_s)
 
     # ---- under the lock
 
@@ -113,8 +113,8 @@ class Connector(ABC, Generic[MessageT]):
         """End what needs the link."""
 
     @abstractmethod
-    def _expire(self, now: float, overslept_s: float) -> None:
-        """End what is overdue, `overslept_s` of which is our own delay and nobody else's."""
+    def _expire(self, now: float, stalled_s: float) -> None:
+        """End what is overdue, `stalled_s` of which is our own delay and nobody else's."""
 
     def _check_not_suspended(self) -> None:
         if self._is_suspended:

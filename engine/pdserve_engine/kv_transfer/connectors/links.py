@@ -60,7 +60,7 @@ class Tick(NamedTuple):
     silent: list[KVLink]
     # How long our own event loop hung. Messages that came meanwhile are read after this tick:
     # they must not find that somebody has given up waiting for them.
-    overslept_s: float
+    stalled_s: float
 
 
 class LinkTable:
@@ -100,12 +100,12 @@ class LinkTable:
 
     def tick(self, step_seq: int) -> Tick:
         """Send heartbeats and see who has gone silent, other than for our own absence."""
-        overslept_s = self._awake.tick()
+        stalled_s = self._awake.tick()
         now = self._awake()
         for link in self._links.values():
             link.handle.send(KVLinkHeartbeat(step_seq=step_seq))
         silent = [link for link in self._links.values() if now - link.last_heard > SILENCE_S]
-        return Tick(silent, overslept_s)
+        return Tick(silent, stalled_s)
 
 
 class RecentKeys:

@@ -106,7 +106,7 @@ class OwnerConnector(Connector[KVLinkRequestMessage]):
                 return False
             case CancelRequest():
                 return self._on_cancel(link, message)
-        self._transport.poke()  # The reader is at work
+        self._transport.poll_soon()  # The reader is at work
         if isinstance(message, PrefixRequest):
             return self._take_message_of_kind(link, None, message)
         session = self._machine.find_open(message.session, link)
@@ -138,8 +138,8 @@ class OwnerConnector(Connector[KVLinkRequestMessage]):
         for session in [s for s in self._machine.all() if s.link is link]:
             self._machine.advance(session, ProducerEvent.LINK_LOST)
 
-    def _expire(self, now: float, overslept_s: float) -> None:
-        self._machine.expire(now, overslept_s)
+    def _expire(self, now: float, stalled_s: float) -> None:
+        self._machine.expire(now, stalled_s)
 
     def _welcome(self, link: KVLink) -> KVLinkResponseMessage:
         return KVLinkWelcome(

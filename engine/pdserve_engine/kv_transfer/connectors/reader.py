@@ -205,13 +205,13 @@ class ReaderConnector(Connector[KVLinkResponseMessage]):
     def _on_linked(self, link: KVLink) -> None:
         """The link to an owner is up: it may be waited for."""
 
-    def _expire(self, now: float, overslept_s: float) -> None:
-        """End what is overdue, `overslept_s` of which is not the owner's or the router's delay but
+    def _expire(self, now: float, stalled_s: float) -> None:
+        """End what is overdue, `stalled_s` of which is not the owner's or the router's delay but
         ours.
         """
         pulls = self._machine.pulls.values()
         for pull in pulls:
-            pull.postpone(overslept_s)
+            pull.postpone(stalled_s)
         for pull in [pull for pull in pulls if pull.due <= now]:
             if pull.state is ConsumerState.LOST:
                 pull.deadline = math.inf

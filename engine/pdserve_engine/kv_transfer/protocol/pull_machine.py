@@ -109,7 +109,7 @@ class PullMachine:
         # for them.
         self.ended = RecentKeys()
         self.num_in: Counter[ConsumerState] = Counter()
-        self._num_zombies = 0
+        self._num_unlanded = 0
         self._kv_events: list[KVEvent] = []
         # Lost pulls that the scheduler, and so the router, has not heard of yet.
         self._unheard: list[Pull] = []
@@ -135,14 +135,14 @@ class PullMachine:
     def num_open(self) -> int:
         """Pulls of requests that are here and not over, and READs whose pull is over."""
         num_pulls = len(self.pulls) - self.num_in[ConsumerState.EARLY]
-        return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_zombies
+        return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_unlanded
 
     def check_idle(self) -> None:
         """Raise AssertionError, with what is left, unless nothing is of any pull."""
         assert not self.pulls, f"not over: {list(self.pulls)}"
         assert not self.by_session, f"the owner may still name {list(self.by_session)}"
         assert not +self.num_in, f"counted: {+self.num_in}"
-        assert self._num_zombies == 0, f"{self._num_zombies} READs have not landed"
+        assert self._num_unlanded == 0, f"{self._num_unlanded} READs have not landed"
 
     def take_events(self) -> list[KVEvent]:
         """For the scheduler, which comes between two steps only. What it hears the router hears at
@@ -220,7 +220,7 @@ class PullMachine:
             by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
             by_transport.inc(result.num_bytes)
         if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
-            self._on_zombie_landed(pull)
+            self._on_late_landing(pull)
             self.tell(BlocksFreed(read.local_block_ids))
         elif not result.is_ok:
             self.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
@@ -260,12 +260,12 @@ class PullMachine:
             if reservation.num_confirmed == num_blocks:
                 self.advance(pull, ConsumerEvent.COMPLETED)
 
-    def _on_zombie_landed(self, pull: Pull) -> None:
+    def _on_late_landing(self, pull: Pull) -> None:
         """A READ of a pull that is over has landed."""
-        self._num_zombies -= 1
-        self._metrics.zombie_reads.set(self._num_zombies)
+        self._num_unlanded -= 1
+        self._metrics.unlanded_reads.set(self._num_unlanded)
         text = "a READ from %s that was given up has landed; %d more may"
-        _log(pull, logging.INFO, text, pull.engine_id, self._num_zombies)
+        _log(pull, logging.INFO, text, pull.engine_id, self._num_unlanded)
 
     # ---- what the steps do
 
@@ -343,15 +343,15 @@ class PullMachine:
     def _give_back(self, pull: Pull) -> None:
         if pull.reservation is None:
             return
-        zombies = pull.reservation.drop_reads()
-        pull.kept = frozenset(i for read in zombies for i in read.local_block_ids)
+        unlanded = pull.reservation.drop_reads()
+        pull.kept = frozenset(i for read in unlanded for i in read.local_block_ids)
         pull.reservation = None
-        self._num_zombies += len(zombies)
-        self._metrics.zombie_reads.set(self._num_zombies)
-        self._metrics.abandoned_reads.inc(len(zombies))
-        if zombies:
+        self._num_unlanded += len(unlanded)
+        self._metrics.unlanded_reads.set(self._num_unlanded)
+        self._metrics.abandoned_reads.inc(len(unlanded))
+        if unlanded:
             text = "%d READs from %s have not landed; until then %d blocks stay out of use"
-            _log(pull, logging.WARNING, text, len(zombies), pull.engine_id, len(pull.kept))
+            _log(pull, logging.WARNING, text, len(unlanded), pull.engine_id, len(pull.kept))
 
     def _send_cancel(self, pull: Pull) -> None:
         link = self._link_of(pull.engine_id)

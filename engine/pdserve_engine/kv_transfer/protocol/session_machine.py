@@ -243,10 +243,10 @@ class SessionMachine:
             if session.engine_id == link.engine_id and session.link is None:
                 self.open(session, link)
 
-    def expire(self, now: float, overslept_s: float) -> None:
-        """End what is overdue, `overslept_s` of which is not the reader's delay but our own."""
+    def expire(self, now: float, stalled_s: float) -> None:
+        """End what is overdue, `stalled_s` of which is not the reader's delay but our own."""
         for session in self.all():
-            session.deadline += overslept_s
+            session.deadline += stalled_s
             if session.deadline <= now:
                 self.advance(session, ProducerEvent.EXPIRED)
         while self._undelivered and next(iter(self._undelivered.values()))[0] <= now:
@@ -283,7 +283,7 @@ class SessionMachine:
         message = self._make_ready(session)
         if message is not None:
             self._send(session, message)
-            self._transport.poke()
+            self._transport.poll_soon()
 
     def _announce_prefix(self, session: Session) -> None:
         blocks = self._make_ready(session)
@@ -291,7 +291,7 @@ class SessionMachine:
         _, request_id, attempt = session.key
         message = PrefixReady(request_id=request_id, attempt=attempt, blocks=blocks)
         self._send(session, message)
-        self._transport.poke()
+        self._transport.poll_soon()
 
     def _make_ready(self, session: Session) -> BlocksReady | None:
         """Return the announcement of what is new; None if nothing is."""

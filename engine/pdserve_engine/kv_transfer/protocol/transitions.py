@@ -365,7 +365,7 @@ class ReadState(enum.Enum):
     # P has said that it had kept the blocks until they had been read (K4).
     CONFIRMED = enum.auto()
     # Its pull is over and it has not landed: polled on, its blocks belong to nobody.
-    ZOMBIE = enum.auto()
+    UNLANDED = enum.auto()
     OVER = enum.auto()
 
 
@@ -392,7 +392,7 @@ _R, _RE = ReadState, ReadEvent
 READ: Mapping[ReadState, Mapping[ReadEvent, ReadStep]] = {
     _R.POSTED: {
         _RE.LANDED: ReadStep(_R.LANDED),
-        _RE.DROPPED: ReadStep(_R.ZOMBIE),
+        _RE.DROPPED: ReadStep(_R.UNLANDED),
     },
     _R.LANDED: {
         _RE.CONFIRMED: ReadStep(_R.CONFIRMED),
@@ -401,7 +401,7 @@ READ: Mapping[ReadState, Mapping[ReadEvent, ReadStep]] = {
     _R.CONFIRMED: {
         _RE.DROPPED: ReadStep(_R.OVER, (ReadAction.FREE_BLOCKS,)),
     },
-    _R.ZOMBIE: {
+    _R.UNLANDED: {
         _RE.LANDED: ReadStep(_R.OVER, (ReadAction.FREE_BLOCKS,)),
     },
     _R.OVER: {},

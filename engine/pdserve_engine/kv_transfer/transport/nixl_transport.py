@@ -143,7 +143,7 @@ class NixlTransport(PoolTransport):
 
         self._commands.put(change)
 
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         self._commands.put(lambda: self._pump_pace.restart(self._clock()))
 
     def add_peer(self, peer: KVPeer, on_lost: Callable[[str], None]) -> str:

@@ -114,9 +114,9 @@ class ShardedTransport(KVTransport):
         for rank in self._ranks:
             rank.set_exporting(is_exporting)
 
-    def poke(self) -> None:
+    def poll_soon(self) -> None:
         for rank in self._ranks:
-            rank.poke()
+            rank.poll_soon()
 
     def add_peer(self, peer: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
         plan = plan_reads(peer, self._shards, self._layout)

@@ -5,7 +5,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve_common.errors import OverloadedError
-from pdserve_common.limits.receive_slots import RETRY_AFTER_MS, Place, ReceivePlaces
+from pdserve_common.limits.receive_slots import RETRY_AFTER_MS, Place, ReceiveSlots
 
 # A body that is not larger needs no place.
 FREE_BYTES = 64 * 1024
@@ -16,7 +16,7 @@ class BodyGuard:
     are not read. Without it, or when others need it, reading raises OverloadedError.
     """
 
-    def __init__(self, app: ASGIApp, places: ReceivePlaces) -> None:
+    def __init__(self, app: ASGIApp, places: ReceiveSlots) -> None:
         self._app = app
         self._places = places
 
@@ -29,7 +29,7 @@ class BodyGuard:
 
 
 class _Body:
-    def __init__(self, scope: Scope, receive: Receive, places: ReceivePlaces) -> None:
+    def __init__(self, scope: Scope, receive: Receive, places: ReceiveSlots) -> None:
         self._connection = "{}:{}".format(*(scope.get("client") or ("", 0)))
         self._receive = receive
         self._places = places

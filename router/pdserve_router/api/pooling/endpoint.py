@@ -42,7 +42,7 @@ from pdserve_router.api.pooling.prepare import (
 from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.input.request_limits import is_small
 from pdserve_router.requests.output.outputs import RequestOutput, Usage
-from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.part_slots import PartSlots
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
 
@@ -123,7 +123,7 @@ class PoolingEndpoint:
                 Request(scope, receive), self._max_body_bytes, held, timeout_s=self._body_timeout_s
             )
             stack.enter_context(self._router.answering())
-            places = stack.enter_context(PartPlaces())
+            places = stack.enter_context(PartSlots())
             preparation = _Preparation(
                 self._router, self._edge, self._prepare, raw, call, client, places
             )
@@ -183,7 +183,7 @@ class _Preparation:
         raw: bytes,
         call: HttpCall,
         client: str,
-        places: PartPlaces,
+        places: PartSlots,
     ) -> None:
         self._router = router
         self._edge = edge

@@ -5,7 +5,7 @@ from types import TracebackType
 from pdserve_router.requests.tenants.tenant_account import Account
 
 
-class PartPlaces:
+class PartSlots:
     """Those of one call: a part that ends leaves its place to one that is to follow, so that no
     other call of the tenant takes it in between. Use as a context manager around the call: what no
     part has taken is given back at its end.
@@ -34,7 +34,7 @@ class PartPlaces:
                 return True
         return False
 
-    def __enter__(self) -> "PartPlaces":
+    def __enter__(self) -> "PartSlots":
         return self
 
     def __exit__(

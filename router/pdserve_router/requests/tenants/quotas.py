@@ -11,7 +11,7 @@ from types import TracebackType
 from pdserve_common.metrics.quotas import ACCEPTED, QuotaMetrics
 from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.tenants.fair_queue import FairQueue
-from pdserve_router.requests.tenants.part_slots import PartPlaces
+from pdserve_router.requests.tenants.part_slots import PartSlots
 from pdserve_router.requests.tenants.tenant_account import (
     Account,
     TenantLimits,
@@ -70,7 +70,7 @@ class Quotas:
         """
         return self._account(tenant).num_at_once(num_parts, num_places)
 
-    def admit_part(self, tenant: str, places: PartPlaces) -> "Admission":
+    def admit_part(self, tenant: str, places: PartSlots) -> "Admission":
         """Let in one more part of a call, in the place of one that has ended. It is no request of
         its own, and is not refused for want of tokens, as the call would have been in vain: the
         tenant's next call waits longer instead.
@@ -126,7 +126,7 @@ class Admission:
         requests: Sequence[ProcessedInput],
         *,
         num_places: int,
-        places: PartPlaces | None = None,
+        places: PartSlots | None = None,
     ) -> None:
         """Take what the call's requests may need; `places` are for those that follow them. Raises
         what `admit` raises, and InvalidRequestError for what there will never be enough of.
@@ -145,7 +145,7 @@ class Admission:
         self._account.count(ACCEPTED, len(requests))
         self._reservations = [Reservation(self._account, each, places) for each in num_tokens]
 
-    def reserve_part(self, request: ProcessedInput, places: PartPlaces) -> None:
+    def reserve_part(self, request: ProcessedInput, places: PartSlots) -> None:
         """As `reserve`, of a part that `admit_part` let in. Raises nothing."""
         num_tokens = num_tokens_reserved(request)
         self._account.tokens.take(num_tokens)
@@ -197,7 +197,7 @@ class Reservation:
 
     __slots__ = ("_account", "_is_settled", "_is_waiting", "_num_tokens", "_places", "on_token")
 
-    def __init__(self, account: Account, num_tokens: int, places: PartPlaces | None) -> None:
+    def __init__(self, account: Account, num_tokens: int, places: PartSlots | None) -> None:
         self._account = account
         self._num_tokens = num_tokens
         self._places = places

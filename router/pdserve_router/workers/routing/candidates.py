@@ -49,7 +49,7 @@ class Candidates:
     ) -> None:
         """Those placed under `name`; `only_decode` is the only decode worker, if there is one.
         Prefill workers with more waiting tokens than `max_queue_tokens` get none; 0: no limit. Of a
-        pooling request they need no partners.
+        pooling request they need no pair.
         """
         self._table = table
         self._name = name
@@ -69,23 +69,23 @@ class Candidates:
         elif only_decode is None:
             self._prefill = table.paired(WorkerRole.PREFILL, name)
         else:
-            self._prefill = table.partners(only_decode, name)
+            self._prefill = table.paired_with(only_decode, name)
 
     def draw_prefill(self, num: int) -> list[Worker]:
-        """Return up to `num` prefill workers that have the partners they need, and room in their
+        """Return up to `num` prefill workers that have the pairs they need, and room in their
         queue.
         """
         if not self._exclude and not self._max_queue_tokens:
             return draw(self._prefill.items, num, self._rng)
         return self._draw(self._prefill, num, self._has_room)
 
-    def draw_partners(self, prefill: Worker, num: int) -> list[Worker]:
+    def draw_paired(self, prefill: Worker, num: int) -> list[Worker]:
         """Return up to `num` decode workers that work with it; with one that was drawn there is at
         least one, if MAX_LOOKED_AT of them show it.
         """
         if self._only_decode is not None:
             return [self._only_decode]
-        return self._draw(self.partners(prefill), num, self._is_allowed)
+        return self._draw(self.paired(prefill), num, self._is_allowed)
 
     def draw_decode(self, num: int) -> list[Worker]:
         """Return up to `num` decode workers."""
@@ -111,40 +111,40 @@ class Candidates:
         return info.block_size if info is not None and info.has_prefix_caching else 0
 
     def allows_prefill(self, worker: Worker) -> bool:
-        """True if it has the partners it needs, and room in its queue."""
+        """True if it has the pairs it needs, and room in its queue."""
         return worker in self._prefill and self._has_room(worker)
 
     def allows_decode(self, worker: Worker) -> bool:
         is_wanted = self._only_decode is None or self._only_decode is worker
         return is_wanted and worker in self._decode and worker not in self._exclude
 
-    def partners(self, prefill: Worker) -> IndexedSet[Worker]:
+    def paired(self, prefill: Worker) -> IndexedSet[Worker]:
         """Return all decode workers that work with it, also those that may not take the request."""
-        return self._table.partners(prefill, self._name)
+        return self._table.paired_with(prefill, self._name)
 
     def has_pair(self) -> bool:
         """True if there are pairs, whatever waits in their queues."""
-        return bool(self._draw(self._prefill, 1, self._has_partner))
+        return bool(self._draw(self._prefill, 1, self._has_pair))
 
     def has_prefill(self) -> bool:
-        """True if there are prefill workers, whether they have partners or not."""
+        """True if there are prefill workers, whether they have pairs or not."""
         workers = self._table.workers(WorkerRole.PREFILL, self._name)
         return bool(self._draw(workers, 1, self._is_allowed))
 
     def _is_allowed(self, worker: Worker) -> bool:
         return worker not in self._exclude
 
-    def _has_partner(self, prefill: Worker) -> bool:
+    def _has_pair(self, prefill: Worker) -> bool:
         if prefill in self._exclude:
             return False
         if not self._exclude or self._only_decode is not None or self._is_pooling:
             return True
-        return any(decode not in self._exclude for decode in self.partners(prefill))
+        return any(decode not in self._exclude for decode in self.paired(prefill))
 
     def _has_room(self, prefill: Worker) -> bool:
         waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0
         limit = self._max_queue_tokens
-        return not 0 < limit < waiting and self._has_partner(prefill)
+        return not 0 < limit < waiting and self._has_pair(prefill)
 
     def _draw(
         self,

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 MAX_PROBES = 4
-# Each worker's partners above which no more are drawn for it: in big pools each proof opens a link
-# and exchanges NIXL metadata, and so many partners are enough to choose from.
-ENOUGH_PARTNERS = 8
+# Each worker's pairs above which no more are drawn for it: in big pools each proof opens a link
+# and exchanges NIXL metadata, and so many pairs are enough to choose from.
+ENOUGH_PAIRS = 8
 # One that fails with so many draws no more: it tries these again.
-MAX_DRAWN_PARTNERS = 64
+MAX_DRAWN_PAIRS = 64
 # How long a first proof may keep the router from being ready.
 SETTLE_S = 10.0
 STATES = ("proven", "unproven", "failed", "mismatched")
@@ -83,8 +83,8 @@ class _Member:
     epoch: str
     pairs: dict[Worker, Pair] = field(default_factory=dict)
     # Of those, whom it can be used with or is about to be, and whom it may be used with.
-    partners: set[Worker] = field(default_factory=set)
-    hopeful: set[Worker] = field(default_factory=set)
+    paired: set[Worker] = field(default_factory=set)
+    viable: set[Worker] = field(default_factory=set)
 
     def is_of(self, worker: Worker) -> bool:
         """True if this is what is known of it as it is now."""
@@ -92,7 +92,7 @@ class _Member:
 
 
 class Pairs:
-    """Pairs of a pool's workers. Each worker draws partners until ENOUGH_PARTNERS may work, those
+    """Pairs of a pool's workers. Each worker draws others until ENOUGH_PAIRS may work, those
     with the fewest first. A pair is used once a real generation has gone over it, at most
     MAX_PROBES at a time, and no longer after failures: that is what `table` is told. `on_change` is
     called when something has changed by itself.
@@ -116,10 +116,10 @@ class Pairs:
         self._clock = runtime.now
         self._members: dict[Worker, _Member] = {}
         self._groups = PairGroups()
-        # Those that are ready, and of these the ones without enough partners.
+        # Those that are ready, and of these the ones without enough pairs.
         self._ready: defaultdict[Group, IndexedSet[Worker]] = defaultdict(IndexedSet)
-        self._hungry: defaultdict[Group, dict[Worker, None]] = defaultdict(dict)
-        # Whose partners have changed, until `advance`.
+        self._short_of_pairs: defaultdict[Group, dict[Worker, None]] = defaultdict(dict)
+        # Whose pairs have changed, until `advance`.
         self._touched: dict[Worker, None] = {}
         self._counts: Counter[str] = Counter()
         # What waits for its proof, by what `_urgency` was.
@@ -133,7 +133,7 @@ class Pairs:
     def is_settling(self) -> bool:
         """True while a pair is in its first proof and there is no other to use."""
         now = self._clock()
-        return not self._table.has_partners and any(
+        return not self._table.has_pairs and any(
             pair.is_settling(now)
             for member in self._members.values()
             for pair in member.pairs.values()
@@ -179,7 +179,7 @@ class Pairs:
             self._changed(pair)
 
     def advance(self) -> None:
-        """Draw the partners that are missing, and start the proofs that are due."""
+        """Draw the pairs that are missing, and start the proofs that are due."""
         self._draw_missing()
         while (
             not self._is_closed
@@ -222,46 +222,46 @@ class Pairs:
             self._touched[other] = None
         if worker.is_ready:
             self._touched[worker] = None
-            self._touched.update(self._hungry[other_side(member.group)])
+            self._touched.update(self._short_of_pairs[other_side(member.group)])
 
     def _set_ready(self, worker: Worker, member: _Member, *, is_ready: bool) -> None:
         if is_ready:
             self._ready[member.group].add(worker)
         else:
             self._ready[member.group].discard(worker)
-            self._hungry[member.group].pop(worker, None)
+            self._short_of_pairs[member.group].pop(worker, None)
 
-    # Partners
+    # Pairs
 
     def _draw_missing(self) -> None:
         while self._touched:
-            self._draw_partners(self._touched.popitem()[0])
+            self._draw_pairs(self._touched.popitem()[0])
 
-    def _draw_partners(self, worker: Worker) -> None:
+    def _draw_pairs(self, worker: Worker) -> None:
         member = self._members.get(worker)
         if member is None or not worker.is_ready:
             return
-        num_missing = ENOUGH_PARTNERS - len(member.hopeful)
-        if num_missing > 0 and len(member.pairs) < MAX_DRAWN_PARTNERS:
+        num_missing = ENOUGH_PAIRS - len(member.viable)
+        if num_missing > 0 and len(member.pairs) < MAX_DRAWN_PAIRS:
             for other in self._undrawn(member, num_missing):
                 self._make(worker, other)
         self._queue_again(member)
-        if len(member.hopeful) < ENOUGH_PARTNERS:
-            self._hungry[member.group][worker] = None
+        if len(member.viable) < ENOUGH_PAIRS:
+            self._short_of_pairs[member.group][worker] = None
         else:
-            self._hungry[member.group].pop(worker, None)
+            self._short_of_pairs[member.group].pop(worker, None)
 
     def _undrawn(self, member: _Member, num: int) -> Sequence[Worker]:
         """Return up to `num` workers that it is in no pair with, those that are in the fewest."""
         others = self._ready[other_side(member.group)].items
-        if len(others) > 4 * ENOUGH_PARTNERS + len(member.pairs):
-            others = self._runtime.rng.sample(others, 4 * ENOUGH_PARTNERS)
+        if len(others) > 4 * ENOUGH_PAIRS + len(member.pairs):
+            others = self._runtime.rng.sample(others, 4 * ENOUGH_PAIRS)
         undrawn = [other for other in others if other not in member.pairs]
         return heapq.nsmallest(num, undrawn, key=lambda other: len(self._members[other].pairs))
 
     def _queue_again(self, member: _Member) -> None:
         """What failed and was not needed may be now."""
-        if len(member.partners) < ENOUGH_PARTNERS:
+        if len(member.paired) < ENOUGH_PAIRS:
             for pair in member.pairs.values():
                 self._enqueue(pair)
 
@@ -282,8 +282,8 @@ class Pairs:
         for worker, other in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
             member = self._members[worker]
             del member.pairs[other]
-            member.partners.discard(other)
-            member.hopeful.discard(other)
+            member.paired.discard(other)
+            member.viable.discard(other)
             self._touched[worker] = None
 
     def _pair(self, prefill: Worker, decode: Worker) -> Pair | None:
@@ -302,15 +302,15 @@ class Pairs:
             pair.counted_as = state
             change = self._table.link if state == "proven" else self._table.unlink
             change(pair.prefill, pair.decode)
-        is_partner = (is_present and state == "proven") or pair.is_probing
-        is_hopeful = is_present and state in ("proven", "unproven")
+        is_paired = (is_present and state == "proven") or pair.is_probing
+        is_viable = is_present and state in ("proven", "unproven")
         for worker, other in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
             member = self._members[worker]
-            if (other in member.partners) != is_partner:
-                _toggle(member.partners, other)
+            if (other in member.paired) != is_paired:
+                _toggle(member.paired, other)
                 self._touched[worker] = None
-            if (other in member.hopeful) != is_hopeful:
-                _toggle(member.hopeful, other)
+            if (other in member.viable) != is_viable:
+                _toggle(member.viable, other)
                 self._touched[worker] = None
 
     def _changed(self, pair: Pair) -> None:
@@ -336,9 +336,9 @@ class Pairs:
 
     def _urgency(self, pair: Pair) -> tuple[bool, int]:
         """The least goes first: what has never failed, and of that the workers with the fewest
-        partners.
+        pairs.
         """
-        return pair.breaker.is_open, sum(len(m.partners) for m in self._members_of(pair))
+        return pair.breaker.is_open, sum(len(m.paired) for m in self._members_of(pair))
 
     def _members_of(self, pair: Pair) -> tuple[_Member, _Member]:
         return self._members[pair.prefill], self._members[pair.decode]
@@ -360,14 +360,14 @@ class Pairs:
         return None
 
     def _is_surplus(self, pair: Pair) -> bool:
-        """True if both workers have enough partners; one that never failed is forgotten then."""
-        is_surplus = all(len(m.partners) >= ENOUGH_PARTNERS for m in self._members_of(pair))
+        """True if both workers have enough pairs; one that never failed is forgotten then."""
+        is_surplus = all(len(m.paired) >= ENOUGH_PAIRS for m in self._members_of(pair))
         if is_surplus and pair.state == "unproven":
             self._drop(pair)
         return is_surplus
 
     def _exchange(self, pair: Pair) -> bool:
-        """Take another pair in the place of one whose worker has far more partners than others of
+        """Take another pair in the place of one whose worker has far more pairs than others of
         its role; False if there is none.
         """
         for worker, other in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
@@ -375,7 +375,7 @@ class Pairs:
             if pair.state != "unproven" or not self._is_overfull(full):
                 continue
             for better in self._undrawn(member, 1):
-                if len(self._members[better].partners) < len(full.partners) // 2:
+                if len(self._members[better].paired) < len(full.paired) // 2:
                     self._drop(pair)
                     self._make(worker, better)
                     return True
@@ -383,8 +383,8 @@ class Pairs:
 
     def _is_overfull(self, member: _Member) -> bool:
         num_own = len(self._ready[member.group])
-        share = ENOUGH_PARTNERS * len(self._ready[other_side(member.group)]) / max(num_own, 1)
-        return len(member.partners) > 2 * max(share, ENOUGH_PARTNERS)
+        share = ENOUGH_PAIRS * len(self._ready[other_side(member.group)]) / max(num_own, 1)
+        return len(member.paired) > 2 * max(share, ENOUGH_PAIRS)
 
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
@@ -423,10 +423,10 @@ class Pairs:
         pair.breaker.close()
 
     def _drop_surplus(self, member: _Member) -> None:
-        """Give up a partner that far more others have: who came first would have all."""
-        if len(member.partners) <= ENOUGH_PARTNERS:
+        """Give up a paired worker that far more others have: who came first would have all."""
+        if len(member.paired) <= ENOUGH_PAIRS:
             return
-        other = max(member.partners, key=lambda each: len(self._members[each].partners))
+        other = max(member.paired, key=lambda each: len(self._members[each].paired))
         pair = member.pairs[other]
         if self._is_overfull(self._members[other]) and not pair.is_probing:
             self._drop(pair)

@@ -94,8 +94,8 @@ class PrefixRouting:
         holders = cached.longest(WorkerRole.DECODE, NUM_CACHED, candidates.allows_decode)
         costs = []
         for p in heapq.nsmallest(NUM_PAIRED, prefill, key=prefill.__getitem__):
-            drawn, partners = candidates.draw_partners(p, NUM_DRAWN), candidates.partners(p)
-            for d in dict.fromkeys((*drawn, *[d for d in holders if d in partners])):
+            drawn, paired = candidates.draw_paired(p, NUM_DRAWN), candidates.paired(p)
+            for d in dict.fromkeys((*drawn, *[d for d in holders if d in paired])):
                 if d not in decode:
                     decode[d] = self._decode_cost(d, num_known, cached)
                 costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))

@@ -10,33 +10,33 @@ from pdserve_router.workers.worker import Worker
 class RouteTable:
     """Kept as workers and links come and go, so that choosing looks only at those it draws. A
     worker that can be used is placed under names: that of its weights, and one for each adapter
-    beside them. Two that are linked are partners under the names that both have.
+    beside them. Two that are linked are paired under the names that both have.
     """
 
     def __init__(self) -> None:
         self._names: dict[Worker, frozenset[str]] = {}
         # In the order of their links: what is drawn is the same with the same random numbers.
         self._links: defaultdict[Worker, dict[Worker, None]] = defaultdict(dict)
-        self._partners: dict[tuple[Worker, str], IndexedSet[Worker]] = {}
+        self._paired_with: dict[tuple[Worker, str], IndexedSet[Worker]] = {}
         self._placed: dict[tuple[WorkerRole, str], IndexedSet[Worker]] = {}
         self._paired: dict[tuple[WorkerRole, str], IndexedSet[Worker]] = {}
 
     @property
-    def has_partners(self) -> bool:
+    def has_pairs(self) -> bool:
         """True if any two can be used together."""
-        return bool(self._partners)
+        return bool(self._paired_with)
 
     def workers(self, role: WorkerRole, name: str) -> IndexedSet[Worker]:
         """Return all of a role that can be used."""
         return self._placed.get((role, name), _NONE)
 
     def paired(self, role: WorkerRole, name: str) -> IndexedSet[Worker]:
-        """Return those of them that have partners."""
+        """Return those of them that have pairs."""
         return self._paired.get((role, name), _NONE)
 
-    def partners(self, worker: Worker, name: str) -> IndexedSet[Worker]:
+    def paired_with(self, worker: Worker, name: str) -> IndexedSet[Worker]:
         """Return whom it can be used with, of the other role."""
-        return self._partners.get((worker, name), _NONE)
+        return self._paired_with.get((worker, name), _NONE)
 
     def place(self, worker: Worker, *names: str) -> None:
         """It can be used under these names; none: it cannot be used."""
@@ -63,7 +63,7 @@ class RouteTable:
             if not self._links[worker]:
                 del self._links[worker]
         for name in self._shared_names(prefill, decode):
-            if decode in self.partners(prefill, name):
+            if decode in self.paired_with(prefill, name):
                 self._part(prefill, decode, name)
 
     def _shared_names(self, one: Worker, another: Worker) -> frozenset[str]:
@@ -77,21 +77,21 @@ class RouteTable:
                 self._join(worker, other, name)
 
     def _take_out(self, worker: Worker, name: str) -> None:
-        for other in tuple(self.partners(worker, name)):
+        for other in tuple(self.paired_with(worker, name)):
             self._part(worker, other, name)
         _remove(self._placed, (worker.role, name), worker)
 
     def _join(self, one: Worker, another: Worker, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
-            self._partners.setdefault((worker, name), IndexedSet()).add(other)
+            self._paired_with.setdefault((worker, name), IndexedSet()).add(other)
             self._paired.setdefault((worker.role, name), IndexedSet()).add(worker)
 
     def _part(self, one: Worker, another: Worker, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
-            partners = self._partners[worker, name]
-            partners.discard(other)
-            if not partners:
-                del self._partners[worker, name]
+            others = self._paired_with[worker, name]
+            others.discard(other)
+            if not others:
+                del self._paired_with[worker, name]
                 _remove(self._paired, (worker.role, name), worker)
 
 

@@ -57,7 +57,7 @@ class RoundRobin:
         prefill = self._pick(candidates.draw_prefill(NUM_IN_TURN))
         if prefill is None:
             return None
-        decode = self._pick(candidates.draw_partners(prefill, NUM_IN_TURN))
+        decode = self._pick(candidates.draw_paired(prefill, NUM_IN_TURN))
         return (prefill, decode) if decode is not None else None
 
     def pick_decode(
@@ -93,7 +93,7 @@ class PowerOfTwo:
         prefill = min(candidates.draw_prefill(2), key=load, default=None)
         if prefill is None:
             return None
-        decode = min(candidates.draw_partners(prefill, 2), key=load, default=None)
+        decode = min(candidates.draw_paired(prefill, 2), key=load, default=None)
         return (prefill, decode) if decode is not None else None
 
     def pick_decode(
@@ -160,7 +160,7 @@ def _keep(kept: OrderedDict[str, T], session: str, workers: T) -> None:
 def _can_take(pair: Pair, candidates: Candidates) -> bool:
     prefill, decode = pair
     is_allowed = candidates.allows_prefill(prefill) and candidates.allows_decode(decode)
-    if not is_allowed or decode not in candidates.partners(prefill):
+    if not is_allowed or decode not in candidates.paired(prefill):
         return False
     return not _is_saturated(prefill) and not _is_saturated(decode)
 

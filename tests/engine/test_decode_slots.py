@@ -1,4 +1,4 @@
-"""D's seats: a client waits for one before its first token, and they do not stay empty for that."""
+"""D's slots: a client waits for one before its first token, and they do not stay empty for that."""
 
 import itertools
 import random
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve_common.limits.validation import PROBE_PRIORITY
-from pdserve_engine.core.handoff.decode_slots import Outlook, Seats
+from pdserve_engine.core.handoff.decode_slots import DecodeSlots, SlotForecast
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, decode_engine, expected
 
-NUM_SEATS = 16
+NUM_SLOTS = 16
 NUM_REQUESTS = 300
 
 
@@ -46,7 +46,7 @@ END_EARLY = Load(
 @dataclass
 class Outcome:
     num_steps: int
-    # Of each request, from its KV's landing, behind its first token, until it had a seat.
+    # Of each request, from its KV's landing, behind its first token, until it had a slot.
     waits: list[int]
 
     def wait(self, percent: float) -> int:
@@ -58,7 +58,7 @@ def serve(load: Load) -> Outcome:
     chance = random.Random(0)
     consumer = ScriptedConsumer()
     engine = Engine(
-        consumer=consumer, num_blocks=4096, max_num_seqs=NUM_SEATS, max_num_batched_tokens=64
+        consumer=consumer, num_blocks=4096, max_num_seqs=NUM_SLOTS, max_num_batched_tokens=64
     )
     lengths: dict[str, int] = {}
     for number in range(NUM_REQUESTS):
@@ -103,12 +103,12 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_who_has_a_first_token_soon_has_a_seat_and_seats_do_not_stay_empty(
+def test_who_has_a_first_token_soon_has_a_slot_and_slots_do_not_stay_empty(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = LOADS[name]
     outcome = serve(load)
-    monkeypatch.setattr(Seats, "may_grant", lambda *_: True)
+    monkeypatch.setattr(DecodeSlots, "may_grant", lambda *_: True)
     greedy = serve(load)
     print(outcome.num_steps, outcome.wait(99), "without", greedy.num_steps, greedy.wait(99))
     assert greedy.wait(99) > 20, "the load does not show it"
@@ -125,7 +125,7 @@ def running(engine: Engine) -> set[str]:
     return {request.request_id for request in engine.scheduler.running}
 
 
-def test_a_claim_waits_for_a_seat_although_there_are_blocks() -> None:
+def test_a_claim_waits_for_a_slot_although_there_are_blocks() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.add("y", [2] * 4, max_tokens=12)
@@ -148,7 +148,7 @@ def test_a_claim_waits_for_a_seat_although_there_are_blocks() -> None:
     engine.assert_idle()
 
 
-def test_a_local_request_leaves_the_seat_that_a_pull_was_promised() -> None:
+def test_a_local_request_leaves_the_slot_that_a_pull_was_promised() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=20)
     engine.step()
@@ -168,7 +168,7 @@ def test_a_local_request_leaves_the_seat_that_a_pull_was_promised() -> None:
     engine.assert_idle()
 
 
-def test_a_request_that_was_sent_again_takes_the_next_seat() -> None:
+def test_a_request_that_was_sent_again_takes_the_next_slot() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=1)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.step()
@@ -184,7 +184,7 @@ def test_a_request_that_was_sent_again_takes_the_next_seat() -> None:
     assert "a" in engine.consumer.loading
 
 
-def test_forks_need_seats_as_well() -> None:
+def test_forks_need_slots_as_well() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=4)
     add_ticket(engine, "a", max_tokens=12)
     for name in ("f", "g", "h"):
@@ -195,7 +195,7 @@ def test_forks_need_seats_as_well() -> None:
     add_ticket(engine, "b")
     engine.consumer.claim("b")
     engine.step()
-    assert list(engine.consumer.loading) == ["a"], "the other seats are its forks'"
+    assert list(engine.consumer.loading) == ["a"], "the other slots are its forks'"
     engine.consumer.finish_load("a")
     while "b" not in engine.consumer.loading:
         engine.step()
@@ -205,7 +205,7 @@ def test_forks_need_seats_as_well() -> None:
     engine.assert_idle()
 
 
-def test_what_has_landed_needs_a_seat_now_and_so_do_its_forks() -> None:
+def test_what_has_landed_needs_a_slot_now_and_so_do_its_forks() -> None:
     engine = decode_engine(num_blocks=64)
     add_ticket(engine, "a")
     for name in ("f", "g"):
@@ -219,8 +219,8 @@ def test_what_has_landed_needs_a_seat_now_and_so_do_its_forks() -> None:
         engine.consumer.land_all(name)
     engine.step()
     assert len(engine.scheduler.places.kv_ready) == 2
-    seats = engine.scheduler.places.seats
-    assert seats.look_ahead().arrivals == [0, 0, 0], "the probe has a seat of its own"
+    decode_slots = engine.scheduler.places.decode_slots
+    assert decode_slots.look_ahead().arrivals == [0, 0, 0], "the probe has a slot of its own"
 
 
 @pytest.mark.parametrize("ends_early", [True, False])
@@ -232,7 +232,7 @@ def test_answers_are_expected_to_end_early_if_some_have(ends_early: bool) -> Non
     while "x" in engine.scheduler.requests:
         engine.step()
     engine.step()
-    assert (engine.scheduler.places.seats.look_ahead().early_ends > 0) is ends_early
+    assert (engine.scheduler.places.decode_slots.look_ahead().early_ends > 0) is ends_early
 
 
 def test_a_pull_is_expected_when_the_one_before_it_took_so_long() -> None:
@@ -244,13 +244,13 @@ def test_a_pull_is_expected_when_the_one_before_it_took_so_long() -> None:
         expected_in = []
         for _ in range(5):
             engine.step()
-            expected_in += engine.scheduler.places.seats.look_ahead().arrivals
+            expected_in += engine.scheduler.places.decode_slots.look_ahead().arrivals
         engine.consumer.finish_load(name)
         engine.step()
     assert expected_in == [4, 3, 2, 1, 0]
 
 
-def test_a_pull_that_is_lost_gives_its_seat_up() -> None:
+def test_a_pull_that_is_lost_gives_its_slot_up() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=1)
     add_ticket(engine, "a")
     engine.consumer.claim("a")
@@ -264,7 +264,7 @@ def test_a_pull_that_is_lost_gives_its_seat_up() -> None:
 
 @pytest.mark.parametrize("others_are_local", [True, False])
 def test_under_a_stream_of_others_nobody_starves(clock: Clock, others_are_local: bool) -> None:
-    """Each second two more come than there are seats, in one way; one comes in the other way."""
+    """Each second two more come than there are slots, in one way; one comes in the other way."""
     engine = decode_engine(clock=clock, num_blocks=64, max_num_seqs=2)
     numbers = itertools.count()
 
@@ -294,13 +294,13 @@ def test_under_a_stream_of_others_nobody_starves(clock: Clock, others_are_local:
     raise AssertionError(f"{name} starves")
 
 
-def test_the_nth_to_come_takes_the_nth_seat() -> None:
-    outlook = Outlook(seats=(0, 2, 5), arrivals=(3, 3), early_ends=0.0)
-    assert not outlook.has_seat(0), "the last of those who come in 3 steps has none before 5"
-    assert not outlook.has_seat(3)
-    assert outlook.has_seat(5)
-    assert Outlook(seats=(0, 2, 5), arrivals=(), early_ends=0.0).has_seat(0)
-    assert Outlook(seats=(0, 2, 5), arrivals=(2, 5), early_ends=0.0).has_seat(0)
-    assert Outlook(seats=(5,), arrivals=(), early_ends=0.5).has_seat(2)
-    assert not Outlook(seats=(5,), arrivals=(), early_ends=0.4).has_seat(2)
-    assert not Outlook(seats=(), arrivals=(), early_ends=0.0).has_seat(9)
+def test_the_nth_to_come_takes_the_nth_slot() -> None:
+    forecast = SlotForecast(free_at=(0, 2, 5), arrivals=(3, 3), early_ends=0.0)
+    assert not forecast.has_slot(0), "the last of those who come in 3 steps has none before 5"
+    assert not forecast.has_slot(3)
+    assert forecast.has_slot(5)
+    assert SlotForecast(free_at=(0, 2, 5), arrivals=(), early_ends=0.0).has_slot(0)
+    assert SlotForecast(free_at=(0, 2, 5), arrivals=(2, 5), early_ends=0.0).has_slot(0)
+    assert SlotForecast(free_at=(5,), arrivals=(), early_ends=0.5).has_slot(2)
+    assert not SlotForecast(free_at=(5,), arrivals=(), early_ends=0.4).has_slot(2)
+    assert not SlotForecast(free_at=(), arrivals=(), early_ends=0.0).has_slot(9)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve_common.errors import OverloadedError
 from pdserve_common.limits.names import MADE_ROOM, TOO_MANY_MESSAGES
-from pdserve_common.limits.receive_slots import Place, ReceiveLimits, ReceivePlaces
+from pdserve_common.limits.receive_slots import Place, ReceiveLimits, ReceiveSlots
 
 LIMITS = ReceiveLimits(
     num_places=4,
@@ -32,7 +32,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.limits_hit: list[str] = []
-        self.places = ReceivePlaces(LIMITS, self.limits_hit.append)
+        self.places = ReceiveSlots(LIMITS, self.limits_hit.append)
         self.taken: list[Place] = []
         self.waiting: dict[asyncio.Task[Place], str] = {}
 
@@ -138,7 +138,7 @@ async def test_one_too_many_is_refused_with_a_time_to_come_back() -> None:
 async def test_one_that_gets_no_place_in_time_is_refused() -> None:
     limits = ReceiveLimits(num_places=1, timeout_s=0.01)
     hits: list[str] = []
-    places = ReceivePlaces(limits, hits.append)
+    places = ReceiveSlots(limits, hits.append)
     place = await places.take("a:1")
     with pytest.raises(OverloadedError):
         await places.take("b:1")
@@ -151,7 +151,7 @@ async def test_one_that_gets_no_place_in_time_is_refused() -> None:
 async def test_the_oldest_makes_room_for_one_that_waits(num_per_address: int) -> None:
     hits: list[str] = []
     limits = ReceiveLimits(num_places=2, num_per_address=num_per_address, grace_s=0.01)
-    places = ReceivePlaces(limits, hits.append)
+    places = ReceiveSlots(limits, hits.append)
     other = await places.take("b:1") if num_per_address == 1 else None
     oldest = await places.take("a:1")
     newest = await places.take("a:2") if num_per_address == 2 else None
@@ -168,7 +168,7 @@ async def test_the_oldest_makes_room_for_one_that_waits(num_per_address: int) ->
 
 async def test_nobody_makes_room_for_a_connection_that_is_in_its_own_way() -> None:
     limits = ReceiveLimits(num_places=9, num_per_connection=1, grace_s=0, timeout_s=0.1)
-    places = ReceivePlaces(limits, lambda limit: None)
+    places = ReceiveSlots(limits, lambda limit: None)
     own, other = await places.take("a:1"), await places.take("b:1")
     with pytest.raises(OverloadedError):
         await places.take("a:1")

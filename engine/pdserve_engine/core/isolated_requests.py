@@ -8,7 +8,7 @@ from pdserve_engine.core.handoff.remote_decode import RemoteDecodes
 from pdserve_engine.request.request import Request
 
 
-class Suspects:
+class IsolatedRequests:
     """Those that are still to be tried, the next one first."""
 
     def __init__(self, remote_decodes: RemoteDecodes) -> None:

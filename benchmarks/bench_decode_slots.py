@@ -1,6 +1,7 @@
 """More requests than decode has places in its batch: who waits, and where.
 
-    python benchmarks/bench_seats.py [--baseline PYTHON] [--rounds N] [--step-ms MS] [--decode N]
+    python benchmarks/bench_decode_slots.py [--baseline PYTHON] [--rounds N] [--step-ms MS]
+        [--decode N]
 
 One prefill service and decode services with few places (`--max-num-seqs`), and all requests at
 once. Answers have random lengths, so that places do not get free all at the same time. `--baseline`
@@ -31,7 +32,7 @@ from pdserve_client.client import AsyncClient
 from pdserve_common.types.sampling_params import SamplingParams
 
 PLUGIN = Path(__file__).parent / "plugin"
-LOG_DIR = Path(".bench/seats").absolute()
+LOG_DIR = Path(".bench/decode_slots").absolute()
 READY_S = 120.0
 COLUMNS = (
     "finished/s", "finished/step", "TTFT p50, ms", "step, ms", "first ITL p50, ms", "p99, ms",
@@ -85,7 +86,7 @@ def services(python: str, args: argparse.Namespace) -> Iterator[tuple[str, int]]
         "decode": args.decode,
         "max-num-batched-tokens": args.batched_tokens,
         "worker-port": 0,
-        "max-num-seqs": args.seats,
+        "max-num-seqs": args.slots,
         "max-model-len": 2 * args.output_len + args.input_len,
         "kv-cache-memory-mib": 256,
         "num-threads": 1,
@@ -190,7 +191,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="of each (%(default)s)")
     parser.add_argument("--requests", type=int, default=500, help="all at once (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=0, help="a step at least (%(default)s)")
-    parser.add_argument("--seats", type=int, default=16, help="--max-num-seqs (%(default)s)")
+    parser.add_argument("--slots", type=int, default=16, help="--max-num-seqs (%(default)s)")
     parser.add_argument("--decode", type=int, default=1, help="decode services (%(default)s)")
     parser.add_argument("--batched-tokens", type=int, default=512, help="a step (%(default)s)")
     parser.add_argument("--input-len", type=int, default=64, help="tokens (%(default)s)")
