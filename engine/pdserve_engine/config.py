@@ -24,8 +24,8 @@ Convert = Literal["auto", "none", "embed", "classify"]
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # 64 is what attention on CUDA loads at a time.
 DEFAULT_BLOCK_SIZE: dict[Device, int] = {"cpu": 16, "cuda": 64}
-# A CPU is as fast in chunks of 256, in which a decode beside a prompt waits less, as D does for a
-# prompt's last chunk.
+# A CPU is as fast in chunks of 256, in which a decode beside a prompt waits less, as decode does
+# for a prompt's last chunk.
 DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
 # Of a label's value in Kubernetes.
@@ -211,11 +211,12 @@ class EngineConfig:
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     prefix_pulls: bool = opt(
         False,
-        "On P, read the start of a prompt from another worker's prefix cache where the router "
-        "names one; on D, lend what is cached.",
+        "On prefill, read the start of a prompt from another worker's prefix cache where the "
+        "router names one; on decode, lend what is cached.",
     )
     prefix_pull_timeout_s: float = opt(
-        0.25, "P waits so long for such a prefix, and for as long as its bytes take at 1 GB/s."
+        0.25,
+        "Prefill waits so long for such a prefix, and for as long as its bytes take at 1 GB/s.",
     )
     kv_offload_host_bytes: int = opt(
         0,
@@ -234,12 +235,14 @@ class EngineConfig:
         "of its bytes at 0.5 GB/s.",
     )
     kv_session_timeout_s: float = opt(
-        600.0, "P and D give up a KV session of which nothing was heard for this long."
+        600.0, "Prefill and decode give up a KV session of which nothing was heard for this long."
     )
-    kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")
+    kv_transfer_timeout_s: float = opt(
+        5.0, "Decode gives a READ up after this long without progress."
+    )
 
     kv_checksums: bool = opt(
-        False, "P sends a checksum of each block and D checks it, if set on both; a tool for tests."
+        False, "Prefill sends a checksum of each block, decode checks it; for tests, set on both."
     )
     poison_freed_blocks: bool = opt(
         False, "Fill freed KV blocks with NaN: shows any use after free."

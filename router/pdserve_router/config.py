@@ -78,19 +78,23 @@ class RouterConfig(TlsConfig):
     )
     routing_policy: str = opt(
         "prefix",
-        f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}. prefix: P and D together, "
-        "by what they have cached of the prompt and what waits there.",
+        f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}. prefix: prefill and "
+        "decode together, by what they have cached of the prompt and what waits there.",
     )
     routing_queue_weight: float = opt(
         1.0,
-        "What a prompt token costs that waits on P before the request; costs are in prompt tokens "
-        "to compute.",
+        "What a prompt token costs that waits on prefill before the request; costs are in prompt "
+        "tokens to compute.",
     )
-    routing_decode_weight: float = opt(16.0, "What each request on D costs.")
-    routing_room_weight: float = opt(1.0, "What each token costs that D has no free block for.")
-    routing_transfer_weight: float = opt(0.1, "What each token costs whose KV has to move to D.")
+    routing_decode_weight: float = opt(16.0, "What each request on decode costs.")
+    routing_room_weight: float = opt(
+        1.0, "What each token costs that decode has no free block for."
+    )
+    routing_transfer_weight: float = opt(
+        0.1, "What each token costs whose KV has to move to decode."
+    )
     routing_topology_weight: float = opt(
-        32.0, "What it costs if P and D have addresses on different hosts."
+        32.0, "What it costs if prefill and decode have addresses on different hosts."
     )
     routing_zone_weight: float = opt(
         256.0, "What it costs besides if they are known to be in different zones."

@@ -370,7 +370,7 @@ class Router:
         self._generation_tokens.inc(num_new)
         if live in self._unobserved:
             metrics = live.measure()
-            # D's first message may overtake P's, which says what the prompt took.
+            # Decode's first message may overtake prefill's, which says what the prompt took.
             if metrics.prefill_ns:
                 self._observe_first_token(live, metrics)
 

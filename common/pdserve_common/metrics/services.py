@@ -370,28 +370,28 @@ class KVTransferMetrics:
         )
         self.transfer_exposed = Histogram(
             "pdserve_kv_transfer_exposed_seconds",
-            "What the prefill did not hide of it: from P's PrefillDone to the last block",
+            "What the prefill did not hide of it: from prefill's PrefillDone to the last block",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.release_ack_duration = Histogram(
             "pdserve_kv_release_ack_seconds",
-            "From the last block to P's acknowledgement of the last release, hidden or not",
+            "From the last block to prefill's acknowledgement of the last release, hidden or not",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.grant_wait = Histogram(
             "pdserve_kv_grant_wait_seconds",
-            "On P, from asking D for blocks to its grant",
+            "On prefill, from asking decode for blocks to its grant",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.grants = Counter(
             "pdserve_kv_grants_total",
-            "Answers to P's asking for blocks: granted, later or revoked",
+            "Answers to prefill's asking for blocks: granted, later or revoked",
             ["answer"],
             registry=registry,
         )
@@ -415,7 +415,7 @@ class KVTransferMetrics:
         )
         self.release_acks = Counter(
             "pdserve_kv_release_acks_total",
-            "On P, releases by whether it still held the blocks",
+            "On prefill, releases by whether it still held the blocks",
             ["valid"],
             registry=registry,
         )
@@ -433,7 +433,7 @@ class KVTransferMetrics:
         )
         self.checksum_mismatches = Counter(
             "pdserve_kv_checksum_mismatches_total",
-            "Blocks that arrived otherwise than P had announced them",
+            "Blocks that arrived otherwise than prefill had announced them",
             registry=registry,
         )
         self.late_messages = Counter(
@@ -443,13 +443,13 @@ class KVTransferMetrics:
         )
         self.prefix_tokens = Counter(
             "pdserve_kv_prefix_tokens_total",
-            "On P, prompt tokens whose KV was asked of another worker's prefix cache, by outcome",
+            "On prefill, prompt tokens whose KV was asked of another's prefix cache, by outcome",
             ["outcome"],
             registry=registry,
         )
         self.prefix_duration = Histogram(
             "pdserve_kv_prefix_wait_seconds",
-            "On P, how long a request waited for its prefix from another worker",
+            "On prefill, how long a request waited for its prefix from another worker",
             ["outcome"],
             buckets=STAGE_BUCKETS,
             registry=registry,

@@ -132,8 +132,8 @@ class KVPrefixSource:
 class KVTransferParams:
     """The handoff part of a request: who computes the KV and who pulls it.
 
-    The router puts it in both legs. On P `do_remote_decode` is set and the remote is D; on D
-    `do_remote_prefill` is set and the remote is P.
+    The router puts it in both legs. On prefill `do_remote_decode` is set and the remote is decode;
+    on decode `do_remote_prefill` is set and the remote is prefill.
     """
 
     do_remote_decode: bool = False
@@ -141,7 +141,8 @@ class KVTransferParams:
     remote_engine_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
-    # On P's leg: P reads this prefix before it computes the rest, unless that takes too long.
+    # On prefill's leg: prefill reads this prefix before it computes the rest, unless that takes too
+    # long.
     prefix_source: KVPrefixSource | None = None
 
 
@@ -274,10 +275,10 @@ class PrefillStats:
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    # From arrival to being scheduled; on P with the wait for D.
+    # From arrival to being scheduled; on prefill with the wait for decode.
     queue_s: float
     prefill_s: float
-    # Of queue_s, while D had no room or no slot; on D all of it.
+    # Of queue_s, while decode had no room or no slot; on decode all of it.
     decode_queue_s: float = 0.0
     # Steps that computed some of it.
     num_chunks: int = 0
@@ -299,39 +300,40 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferStats:
-    """What pulling a request's KV cost, measured on D (seconds).
+    """What pulling a request's KV cost, measured on decode (seconds).
 
-    Exclusive, after P's last announcement has reached D: exposed_s, decode_admit_s,
+    Exclusive, after prefill's last announcement has reached decode: exposed_s, decode_admit_s,
     first_decode_step_s, release_ack_s. transfer_s overlaps with the prefill and with them.
     """
 
     num_bytes: int
     num_blocks: int
-    # READs, one for each chunk that P announced.
+    # READs, one for each chunk that prefill announced.
     num_reads: int
     transport: str
     # Time during which at least one READ was posted.
     transfer_s: float
-    # From PrefillDone reaching D to the last READ having landed.
+    # From PrefillDone reaching decode to the last READ having landed.
     exposed_s: float
-    # From D's first own token to P's acknowledgement of the last release, which it has to wait for:
-    # 0 if that came first.
+    # From decode's first own token to prefill's acknowledgement of the last release, which it has
+    # to wait for: 0 if that came first.
     release_ack_s: float
     # From the last READ having landed to the request being in the batch.
     decode_admit_s: float = 0.0
-    # From then to D's first own token.
+    # From then to decode's first own token.
     first_decode_step_s: float = 0.0
-    # P's, as it came with PrefillDone.
+    # Prefill's, as it came with PrefillDone.
     prefill_stats: PrefillStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLost:
-    """D will not get the rest of a request's KV and holds what it has until the router has sent
-    another attempt, for HOLD_S from this message on at most (rule K6).
+    """Decode will not get the rest of a request's KV and holds what it has until the router has
+    sent another attempt, for HOLD_S from this message on at most (rule K6).
     """
 
-    # From the request's start; their KV is on D and right, and the next attempt finds it there.
+    # From the request's start; their KV is on decode and right, and the next attempt finds it
+    # there.
     num_confirmed_tokens: int
     # One of a few words, for metrics.
     reason: str
@@ -357,7 +359,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     kv_transfer_stats: KVTransferStats | None = None
     routed_experts: tuple[int, ...] = ()
     num_nans_in_logits: int = 0
-    # D cannot go on by itself; the request is not finished.
+    # Decode cannot go on by itself; the request is not finished.
     kv_lost: KVLost | None = None
     attempt: int = 0
     # Index of new_token_ids[0] among all output tokens of the request (rule K7).
@@ -387,7 +389,7 @@ class SchedulerStats:
     num_waiting_reqs: int = figures.gauge(
         "pdserve_requests_waiting", "Requests not in the batch yet"
     )
-    # On P because D is full, on D itself all but those that wait for P.
+    # On prefill because decode is full, on decode itself all but those that wait for prefill.
     num_waiting_for_decode_reqs: int = figures.gauge(
         "pdserve_requests_waiting_for_decode",
         "Of the waiting requests, those that wait for room or a slot on a decode worker",

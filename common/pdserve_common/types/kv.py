@@ -1,7 +1,7 @@
 """The KvLink's messages as frozen dataclasses, and what a KV block's bytes mean.
 
-P is the prefill worker that owns the blocks, D the decode worker that reads them; for a cached
-prefix it is the other way round. The rules K1 to K8 are in docs/architecture.md.
+Prefill is the prefill worker that owns the blocks, decode the decode worker that reads them; for a
+cached prefix it is the other way round. The rules K1 to K8 are in docs/architecture.md.
 """
 
 import secrets
@@ -90,7 +90,7 @@ class KVSessionId:
     seq: int
 
     def __str__(self) -> str:
-        """For logs, where lines of P and of D are to be matched."""
+        """For logs, where lines of prefill and of decode are to be matched."""
         return f"{self.link}.{self.seq}"
 
 
@@ -139,7 +139,7 @@ class KVEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLinkHello:
-    """D introduces itself."""
+    """Decode introduces itself."""
 
     min_protocol_version: int
     max_protocol_version: int
@@ -152,7 +152,9 @@ class KVLinkHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLinkWelcome:
-    """P accepts D. D compares the hash before it decodes the endpoint's NIXL metadata."""
+    """Prefill accepts decode. Decode compares the hash before it decodes the endpoint's NIXL
+    metadata.
+    """
 
     protocol_version: int
     engine_id: str
@@ -164,41 +166,43 @@ class KVLinkWelcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRequest:
-    """P will soon start this request and asks D to reserve blocks for it. Opens the session."""
+    """Prefill will soon start this request and asks decode to reserve blocks for it. Opens the
+    session.
+    """
 
     session: KVSessionId
     request_id: str
     attempt: int
-    # Tokens whose KV D will pull: the prompt and what was generated before.
+    # Tokens whose KV decode will pull: the prompt and what was generated before.
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """D has reserved blocks for those tokens and one more: P may start."""
+    """Decode has reserved blocks for those tokens and one more: prefill may start."""
 
     session: KVSessionId
-    # Logical index of the first block D lacks; P announces none before it.
+    # Logical index of the first block decode lacks; prefill announces none before it.
     first_block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later:
-    """D has no room yet; it keeps the claim and grants it unasked when it has."""
+    """Decode has no room yet; it keeps the claim and grants it unasked when it has."""
 
     session: KVSessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
-    """D takes a grant back of which it has seen no announcement."""
+    """Decode takes a grant back of which it has seen no announcement."""
 
     session: KVSessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
-    """D gives up a request; P fences and frees."""
+    """Decode gives up a request; prefill fences and frees."""
 
     request_id: str
     attempt: int
@@ -207,7 +211,7 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """D has read all blocks below `through_block` (logical index)."""
+    """Decode has read all blocks below `through_block` (logical index)."""
 
     session: KVSessionId
     through_block: int
@@ -215,7 +219,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRequest:
-    """D wants cached blocks of a prompt's start: those with these hashes, without a gap."""
+    """Decode wants cached blocks of a prompt's start: those with these hashes, without a gap."""
 
     request_id: str
     attempt: int
@@ -233,12 +237,12 @@ class KVLinkHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksReady:
-    """P has written these blocks and keeps them until released or fenced (rule K2)."""
+    """Prefill has written these blocks and keeps them until released or fenced (rule K2)."""
 
     session: KVSessionId
     first_block: int
-    # For each KV group, physical ids on P in logical order, equally many. Those before a sliding
-    # group's window at the prompt's end mean nothing: D does not read them.
+    # For each KV group, physical ids on prefill in logical order, equally many. Those before a
+    # sliding group's window at the prompt's end mean nothing: decode does not read them.
     block_ids: tuple[tuple[int, ...], ...]
     # For each KV group one number a block and KV head of the whole model, block by block, as
     # `KVCache.block_checksums`; empty unless switched on.
@@ -247,8 +251,8 @@ class BlocksReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReady:
-    """P has these blocks of a prefix cached and keeps them until released or fenced. Opens the
-    session; no other blocks follow.
+    """Prefill has these blocks of a prefix cached and keeps them until released or fenced. Opens
+    the session; no other blocks follow.
     """
 
     request_id: str
@@ -264,13 +268,13 @@ class PrefillDone:
     num_tokens: int
     output_token_ids: tuple[int, ...]
     timeout_s: float
-    # D passes them on: its outputs may be at the router before P's.
+    # Decode passes them on: its outputs may be at the router before prefill's.
     prefill_stats: PrefillStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAck:
-    """P's answer to a release; only `valid` makes D's copies usable (rule K4)."""
+    """Prefill's answer to a release; only `valid` makes decode's copies usable (rule K4)."""
 
     session: KVSessionId
     through_block: int
@@ -278,12 +282,14 @@ class ReleaseAck:
 
 
 class SessionEndReason(IntEnum):
-    """Why a session of P is over. To D it is a loss, but for the first four that have a name."""
+    """Why a session of prefill is over. To decode it is a loss, but for the first four that have a
+    name.
+    """
 
     UNSPECIFIED = 0
-    # P will ask again.
+    # Prefill will ask again.
     PREEMPTED = 1
-    # These end the request on D as well.
+    # These end the request on decode as well.
     FINISHED = 2
     ABORTED = 3
     SUPERSEDED = 4
@@ -291,11 +297,11 @@ class SessionEndReason(IntEnum):
     EXPIRED = 6
     FENCED = 7
     REVOKED = 8
-    # P keeps these for itself.
+    # Prefill keeps these for itself.
     CANCELLED = 9
     LINK_LOST = 10
     RELEASED = 11
-    # To D this is no loss: it computes the prefix.
+    # To decode this is no loss: it computes the prefix.
     NOT_CACHED = 12
 
     def __str__(self) -> str:
@@ -304,7 +310,7 @@ class SessionEndReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """P has fenced the session, or will never open one for the request."""
+    """Prefill has fenced the session, or will never open one for the request."""
 
     session: KVSessionId | None
     request_id: str

@@ -30,12 +30,12 @@ _NAMES = {cls: name for name, cls in _TYPES.items()}
 
 
 def kv_link_request_to_proto(message: kv_types.KVLinkRequestMessage) -> kv_pb2.KvLinkRequest:
-    """D to P."""
+    """Decode to prefill."""
     return kv_pb2.KvLinkRequest(**{_NAMES[type(message)]: to_proto(message)})
 
 
 def kv_link_request_from_proto(message: kv_pb2.KvLinkRequest) -> kv_types.KVLinkRequestMessage:
-    """D to P. Raises InvalidRequestError on a message without content."""
+    """Decode to prefill. Raises InvalidRequestError on a message without content."""
     kind = message.WhichOneof("message")
     if kind is None:
         raise InvalidRequestError("KvLinkRequest has no message", field="message")
@@ -44,7 +44,7 @@ def kv_link_request_from_proto(message: kv_pb2.KvLinkRequest) -> kv_types.KVLink
 
 
 def kv_link_response_to_proto(message: kv_types.KVLinkResponseMessage) -> kv_pb2.KvLinkResponse:
-    """P to D."""
+    """Prefill to decode."""
     if isinstance(message, kv_types.BlocksReady):
         return kv_pb2.KvLinkResponse(blocks_ready=_blocks_ready_to_proto(message))
     if isinstance(message, kv_types.PrefixReady):
@@ -55,7 +55,7 @@ def kv_link_response_to_proto(message: kv_types.KVLinkResponseMessage) -> kv_pb2
 
 
 def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> kv_types.KVLinkResponseMessage:
-    """P to D. Raises InvalidRequestError on a message without content."""
+    """Prefill to decode. Raises InvalidRequestError on a message without content."""
     kind = message.WhichOneof("message")
     if kind is None:
         raise InvalidRequestError("KvLinkResponse has no message", field="message")

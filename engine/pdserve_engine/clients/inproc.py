@@ -229,7 +229,7 @@ class InprocEngineClient:
         self._inputs.put(_Add(request, tensors, self._clock()))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
-        # Ids without an owner may be requests that P has handed off: their sessions end.
+        # Ids without an owner may be requests that prefill has handed off: their sessions end.
         owners = self._owners
         mine = tuple(rid for rid in request_ids if not owners.is_anothers(rid, client_index))
         if mine:

@@ -192,7 +192,7 @@ class GetMetrics(Call[MetricsSnapshot]):
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """D: P has welcomed us."""
+    """Decode: prefill has welcomed us."""
 
     engine_id: str
     welcome: KVLinkWelcome
@@ -200,7 +200,7 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
-    """D: no link can be had."""
+    """Decode: no link can be had."""
 
     engine_id: str
     reason: str

@@ -136,8 +136,8 @@ class EngineCore:
         """
         error = DrainingError("the worker is shutting down").to_engine_error()
         request_ids = list(self.scheduler.requests)
-        # On P every request has a session, on D every session that lives has a request, but for
-        # those of prefixes that it lends.
+        # On prefill every request has a session, on decode every session that lives has a request,
+        # but for those of prefixes that it lends.
         self.num_handed_back += max(len(request_ids), self.scheduler.num_open_sessions)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         self.scheduler.fence_all("shutdown")

@@ -5,11 +5,12 @@ running          RUNNING
 kv_ready         WAITING: it owns blocks (pulled, or shared by its fork's source) and there was
                  no slot in the batch yet
 forks            WAITING: its source's prompt is not computed yet
-remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
-remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled, or that
-                 are while its grammar is being compiled
+remote_decodes   WAITING, PREEMPTED: on prefill, before decode has reserved its blocks
+remote_prefills  WAITING_FOR_REMOTE_KVS: on decode, a ticket, or blocks that are being filled, or
+                 that are while its grammar is being compiled
 tier_loads       WAITING_FOR_REMOTE_KVS: the start of its prompt is read from a tier of this worker
-prefix_pulls     WAITING_FOR_REMOTE_KVS: on P, the start of its prompt is read from another worker
+prefix_pulls     WAITING_FOR_REMOTE_KVS: on prefill, the start of its prompt is read from another
+                 worker
 waiting_for_fsm  WAITING_FOR_FSM: its grammar is being compiled, and it waits for nothing else
 """
 

@@ -107,7 +107,7 @@ class Results:
         self._outputs.emit(request)
 
     def apply_pulled_tokens(self, request: Request) -> None:
-        """D: P's tokens are the request's own now; one of them may end it."""
+        """Decode: prefill's tokens are the request's own now; one of them may end it."""
         pulled = request.handoff.take_pulled_token_ids()
         request.progress.sampled(len(pulled), len(pulled))
         status = _append_tokens(request, pulled)
@@ -173,7 +173,8 @@ class Results:
         if num_new:
             self._places.isolated.remove(request)
             if status is None and request.num_output_tokens >= request.output_limit:
-                # P's part ends with the first token; is_handed_off tells this from a real end.
+                # Prefill's part ends with the first token; is_handed_off tells this from a real
+                # end.
                 status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is not None:
             self._places.decode_slots.on_end(request)

@@ -236,7 +236,7 @@ class Scheduler:
 
     @property
     def num_open_sessions(self) -> int:
-        """KV sessions (on D: tickets, pulls and unlanded READs) that are not over."""
+        """KV sessions (on decode: tickets, pulls and unlanded READs) that are not over."""
         return sum(port.num_open_sessions() for port in self._ports)
 
     @property
@@ -327,7 +327,8 @@ class Scheduler:
 
     def update_from_output(self, result: ModelRunnerOutput, duration_s: float) -> None:
         """Apply what the oldest step in flight computed, which took so long."""
-        # P may have acknowledged the release while the model ran: then nothing has to be held back.
+        # Prefill may have acknowledged the release while the model ran: then nothing has to be held
+        # back.
         self._kv_events.apply()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
         step = self.in_flight.pop()

@@ -1,4 +1,6 @@
-"""Digests of what must be equal: before D may use P's KV blocks, and for one model's tokens."""
+"""Digests of what must be equal: before decode may use prefill's KV blocks, and for one model's
+tokens.
+"""
 
 import dataclasses
 import hashlib
@@ -22,12 +24,12 @@ def compatibility_hash(
     logits_processors: Iterable[str] = (),
 ) -> str:
     """Return a SHA-256 over model shape, quantization, dtype, weights, tokenizer, block layout, the
-    names of the logits processors and the version of what enforces grammars: P and D go by one
-    reading of them. Hello and welcome compare protocol versions themselves.
+    names of the logits processors and the version of what enforces grammars: prefill and decode go
+    by one reading of them. Hello and welcome compare protocol versions themselves.
 
-    max_model_len is left out: P and D may differ in it, requests are checked against each. But it
-    must not be within a sliding window on one of them only: that one has other KV groups. How many
-    ranks a worker has is left out as well.
+    max_model_len is left out: prefill and decode may differ in it, requests are checked against
+    each. But it must not be within a sliding window on one of them only: that one has other KV
+    groups. How many ranks a worker has is left out as well.
     """
     shape = dataclasses.asdict(config)
     # The second is told by block_bytes; what pools hands nothing over.

@@ -1,9 +1,10 @@
-"""What the scheduler asks of a producer (P) and of a consumer (D), and what they tell it.
+"""What the scheduler asks of a producer (prefill) and of a consumer (decode), and what they tell
+it.
 
-After vLLM's KVConnectorBase_V1, with two differences: each role has an interface of its own, and P
-announces blocks while it computes the next ones, so reading them is not part of any step. Ports are
-called on the engine thread; the KvLink's messages arrive on the event loop's thread, at the methods
-of endpoint.py.
+After vLLM's KVConnectorBase_V1, with two differences: each role has an interface of its own, and
+prefill announces blocks while it computes the next ones, so reading them is not part of any step.
+Ports are called on the engine thread; the KvLink's messages arrive on the event loop's thread, at
+the methods of endpoint.py.
 """
 
 from dataclasses import dataclass, field
@@ -27,39 +28,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartAllowed:
-    """P: D has reserved blocks for the request."""
+    """Prefill: decode has reserved blocks for the request."""
 
     request: "Request"
-    # When D's answer came, by the connector's clock.
+    # When decode's answer came, by the connector's clock.
     granted_time: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StartForbidden:
-    """P: D has taken them back; the request waits for StartAllowed again."""
+    """Prefill: decode has taken them back; the request waits for StartAllowed again."""
 
     request: "Request"
 
 
 @dataclass(frozen=True, slots=True)
 class StartDeferred:
-    """P: D has no room or no slot for the request yet. StartAllowed follows unasked."""
+    """Prefill: decode has no room or no slot for the request yet. StartAllowed follows unasked."""
 
     request: "Request"
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksClaimed:
-    """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
+    """Decode: prefill asks for blocks. The scheduler answers with `grant`, or `defer` and later
+    `grant`.
+    """
 
     request: "Request"
-    # When P asked, by the connector's clock; the scheduler may hear of it a step later.
+    # When prefill asked, by the connector's clock; the scheduler may hear of it a step later.
     claimed_time: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksConfirmed:
-    """D: the KV of the first `num_tokens` tokens is here and right (rule K4)."""
+    """Decode: the KV of the first `num_tokens` tokens is here and right (rule K4)."""
 
     request: "Request"
     num_tokens: int
@@ -67,9 +70,9 @@ class BlocksConfirmed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReturned:
-    """D: P has preempted the request and withdrawn its claim; it will ask again. What was reserved
-    for it, if anything, is the scheduler's again, but for the `kept` blocks, which come in
-    BlocksFreed.
+    """Decode: prefill has preempted the request and withdrawn its claim; it will ask again. What
+    was reserved for it, if anything, is the scheduler's again, but for the `kept` blocks, which
+    come in BlocksFreed.
     """
 
     request: "Request"
@@ -78,8 +81,8 @@ class BlocksReturned:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLanded:
-    """D: all KV is here, though not confirmed: the request may run after the tokens that P has
-    sampled, but nothing of it may get out before PullFinished (rule K4).
+    """Decode: all KV is here, though not confirmed: the request may run after the tokens that
+    prefill has sampled, but nothing of it may get out before PullFinished (rule K4).
     """
 
     request: "Request"
@@ -90,7 +93,7 @@ class BlocksLanded:
 
 @dataclass(frozen=True, slots=True)
 class PullFinished:
-    """D: what has landed is confirmed; the request goes on. Comes after BlocksLanded."""
+    """Decode: what has landed is confirmed; the request goes on. Comes after BlocksLanded."""
 
     request: "Request"
     stats: KVTransferStats
@@ -98,8 +101,8 @@ class PullFinished:
 
 @dataclass(frozen=True, slots=True)
 class PullLost:
-    """D: the rest will not come, or what has landed was wrong. The request waits for the router's
-    decision (rule K6).
+    """Decode: the rest will not come, or what has landed was wrong. The request waits for the
+    router's decision (rule K6).
     """
 
     request: "Request"
@@ -108,8 +111,8 @@ class PullLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The request ends on this worker with this error. CANCELLED: P has ended it, it is nobody's
-    fault.
+    """The request ends on this worker with this error. CANCELLED: prefill has ended it, it is
+    nobody's fault.
     """
 
     request: "Request"
@@ -163,8 +166,9 @@ class KVConnector(Protocol):
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
         """A request has come and waits until the engine thread is between two steps, which may take
-        long. D dials its P meanwhile, who does not wait for ever for a link, and goes on holding
-        what it has of an earlier attempt (rule K6). P: nothing. Called on the event loop's thread.
+        long. Decode dials its prefill meanwhile, who does not wait for ever for a link, and goes on
+        holding what it has of an earlier attempt (rule K6). Prefill: nothing. Called on the event
+        loop's thread.
         """
 
     def failure(self) -> str | None:
@@ -189,7 +193,7 @@ class KVPort(Protocol):
         """Return what has happened since the last call."""
 
     def num_open_sessions(self) -> int:
-        """P: sessions that are not over. D: pulls, and READs of pulls that are over."""
+        """Prefill: sessions that are not over. Decode: pulls, and READs of pulls that are over."""
 
 
 class RequestPort(KVPort, Protocol):
@@ -201,23 +205,23 @@ class RequestPort(KVPort, Protocol):
         """A request of this role has ended on this worker. Return which of its blocks the connector
         keeps; they come back in BlocksFreed.
 
-        On P a request that is_handed_off keeps what D has not released (rule K2: the step is
-        over). Any other end is told to D and fences. On D open work is cancelled; blocks are kept
-        only while a READ may still land in them (rule K5).
+        On prefill a request that is_handed_off keeps what decode has not released (rule K2: the
+        step is over). Any other end is told to decode and fences. On decode open work is cancelled;
+        blocks are kept only while a READ may still land in them (rule K5).
         """
 
 
 class ProducerPort(RequestPort, Protocol):
-    """What the scheduler asks of P's connector."""
+    """What the scheduler asks of prefill's connector."""
 
     def ask(self, request: "Request") -> None:
-        """The request is among the next to start: have D reserve blocks for it. Answered by
+        """The request is among the next to start: have decode reserve blocks for it. Answered by
         StartAllowed, maybe after StartDeferred, or RequestFailed.
         """
 
     def on_started(self, request: "Request") -> bool:
-        """The request is about to join the batch, as it was allowed to. False: D has just taken its
-        blocks back, or the session is over; it must not start.
+        """The request is about to join the batch, as it was allowed to. False: decode has just
+        taken its blocks back, or the session is over; it must not start.
         """
 
     def on_blocks_computed(
@@ -229,8 +233,8 @@ class ProducerPort(RequestPort, Protocol):
         """
 
     def on_preempted(self, request: "Request") -> None:
-        """The request is about to lose its blocks (rule K3), or its turn, and D may have back what
-        it has reserved for it. It has to `ask` again.
+        """The request is about to lose its blocks (rule K3), or its turn, and decode may have back
+        what it has reserved for it. It has to `ask` again.
         """
 
     def abort_session(self, request_id: str) -> None:
@@ -238,16 +242,16 @@ class ProducerPort(RequestPort, Protocol):
 
 
 class ConsumerPort(RequestPort, Protocol):
-    """What the scheduler asks of D's connector."""
+    """What the scheduler asks of decode's connector."""
 
     def on_new_request(self, request: "Request") -> None:
-        """The request's ticket has come; P may have asked for it already."""
+        """The request's ticket has come; prefill may have asked for it already."""
 
     def grant(
         self, request: "Request", block_ids: tuple[list[int], ...], num_cached_tokens: int
     ) -> bool:
         """Blocks for all known tokens are reserved; those of the first `num_cached_tokens` hold
-        their KV already. False: P has withdrawn its claim; the blocks stay the scheduler's.
+        their KV already. False: prefill has withdrawn its claim; the blocks stay the scheduler's.
 
         After True the scheduler frees them through `reclaim`, BlocksReturned or
         `request_finished` only.
@@ -257,7 +261,7 @@ class ConsumerPort(RequestPort, Protocol):
         """There is no room for a claim yet."""
 
     def reclaim(self) -> "Request | None":
-        """Take the youngest grant back of which P has announced nothing. Its request's blocks
+        """Take the youngest grant back of which prefill has announced nothing. Its request's blocks
         are the scheduler's again, its claim stands. None: there is no such grant.
         """
 

@@ -1,4 +1,4 @@
-"""What a request's handoff from P to D has come to."""
+"""What a request's handoff from prefill to decode has come to."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class HeldResult(NamedTuple):
 
 
 class Handoff:
-    """Most is D's, where its own methods write. Times are by the engine's clock."""
+    """Most is decode's, where its own methods write. Times are by the engine's clock."""
 
     __slots__ = (
         "decode_queue_s",
@@ -31,26 +31,27 @@ class Handoff:
     )
 
     def __init__(self, *, needs_remote_kv: bool) -> None:
-        # D: the prompt's KV still has to be pulled, or its release to be acknowledged by P. A step
-        # that runs nevertheless is speculative (rule K4). Once the pull is over, a preemption has
-        # the prompt computed here.
+        # Decode: the prompt's KV still has to be pulled, or its release to be acknowledged by
+        # prefill. A step that runs nevertheless is speculative (rule K4). Once the pull is over, a
+        # preemption has the prompt computed here.
         self.needs_remote_kv = needs_remote_kv
-        # What P has sampled, and what a step has brought, while the release is not acknowledged.
+        # What prefill has sampled, and what a step has brought, while the release is not
+        # acknowledged.
         self.pulled_token_ids: tuple[int, ...] = ()
         self.held_result: HeldResult | None = None
         self.kv_ready_time: float | None = None
         self.kv_transfer_stats: KVTransferStats | None = None
-        # P, by `RemoteDecodes`: how long D, being full, held up its queue until this came, and then
-        # this.
+        # Prefill, by `RemoteDecodes`: how long decode, being full, held up its queue until this
+        # came, and then this.
         self.held_up_before_s = self.decode_queue_s = 0.0
 
     def landed(self, time: float, token_ids: tuple[int, ...]) -> None:
-        """All KV is here, and the tokens that P has sampled."""
+        """All KV is here, and the tokens that prefill has sampled."""
         self.kv_ready_time = time
         self.pulled_token_ids = token_ids
 
     def accepted(self, stats: KVTransferStats) -> None:
-        """P has acknowledged the release."""
+        """Prefill has acknowledged the release."""
         self.needs_remote_kv = False
         self.kv_transfer_stats = stats
 
@@ -59,14 +60,14 @@ class Handoff:
         self.held_result = held
 
     def take_pulled_token_ids(self) -> tuple[int, ...]:
-        """Return P's tokens, which become the request's own."""
+        """Return prefill's tokens, which become the request's own."""
         token_ids, self.pulled_token_ids = self.pulled_token_ids, ()
         return token_ids
 
     def take_kv_transfer_stats(
         self, now: float, first_scheduled_time: float | None
     ) -> KVTransferStats | None:
-        """Return what the pull cost, once, with the way to D's first own token filled in."""
+        """Return what the pull cost, once, with the way to decode's first own token filled in."""
         stats, self.kv_transfer_stats = self.kv_transfer_stats, None
         if stats is None or self.kv_ready_time is None:
             return None

@@ -85,7 +85,7 @@ def _end_of(request: Request) -> dict[str, Any]:
 
 
 def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
-    """One position per token: a token that D repeats after P has an empty one here."""
+    """One position per token: a token that decode repeats after prefill has an empty one here."""
     if num_tokens == 0:
         return None
     return LogprobsLists.unknown(num_tokens - len(logprobs)) + logprobs

@@ -67,8 +67,8 @@ class RequestProgress:
         self.num_computed_tokens = num_tokens
 
     def pulled(self, num_output_tokens: int) -> None:
-        """P has sampled the tokens behind those that are known here; they become known, by
-        `sampled`, when P has acknowledged the release. No step is in flight.
+        """Prefill has sampled the tokens behind those that are known here; they become known, by
+        `sampled`, when prefill has acknowledged the release. No step is in flight.
         """
         self.num_output_placeholders = num_output_tokens
 
@@ -107,7 +107,7 @@ class RequestProgress:
     # ---- back to the start
 
     def rolled_back(self) -> None:
-        """Its first step after a pull does not count, nor does what was pulled, as P has not
+        """Its first step after a pull does not count, nor does what was pulled, as prefill has not
         acknowledged the release. It keeps its blocks. If the step is in flight it still has to be
         `computed`, or `discarded`.
         """

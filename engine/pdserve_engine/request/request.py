@@ -155,7 +155,8 @@ class Request:
         self._all_token_ids.extend(request.resume_output_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        # Output tokens after which it ends here: on P that is the first, the rest is D's.
+        # Output tokens after which it ends here: on prefill that is the first, the rest is
+        # decode's.
         self.output_limit = self.max_tokens
         if self.do_remote_decode or self.pooling_params is not None:
             self.output_limit = self.num_resumed_tokens + 1
@@ -173,7 +174,7 @@ class Request:
         self.num_cached_when_queued = 0
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = self.num_resumed_tokens
-        # D's leg has them from P.
+        # Decode's leg has them from prefill.
         self.num_emitted_prompt_logprobs = self.num_prompt_tokens if self.do_remote_prefill else 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
@@ -265,7 +266,7 @@ class Request:
 
     @property
     def is_handed_off(self) -> bool:
-        """P: the prefill is done and the request goes on at D."""
+        """Prefill: the prefill is done and the request goes on at decode."""
         return (
             self.do_remote_decode
             and self.status == RequestStatus.FINISHED_LENGTH_CAPPED
@@ -317,7 +318,7 @@ class Request:
 
     def measure_prefill(self) -> PrefillStats | None:
         """Return where the time of the first token of this engine went, which has come by the first
-        call. None on D after a pull: they are P's.
+        call. None on decode after a pull: they are prefill's.
         """
         is_pulled = self.do_remote_prefill and not self.handoff.needs_remote_kv
         if self.prefill_stats is None and not is_pulled:
@@ -334,7 +335,7 @@ class Request:
             num_cached_tokens=max(self.num_cached_tokens, 0),
             queue_s=queue_s,
             prefill_s=self.clock() - self.first_scheduled_time,
-            # What is not P's is D's: no other worker has it.
+            # What is not prefill's is decode's: no other worker has it.
             decode_queue_s=self.handoff.decode_queue_s if is_on_p else queue_s,
             num_chunks=self.num_prefill_chunks,
         )

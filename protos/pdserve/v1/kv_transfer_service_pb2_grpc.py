@@ -49,10 +49,10 @@ class KvTransferServiceServicer(object):
     """
 
     def KvLink(self, request_iterator, context):
-        """ONE stream for each (D, P) pair carries all their sessions. Sessions die
-        with the link and are never resumed. Handshake: D sends hello, P compares
-        versions and hashes and answers welcome or FAILED_PRECONDITION; D compares
-        again before it looks at P's NIXL metadata.
+        """ONE stream for each (decode, prefill) pair carries all their sessions. Sessions die
+        with the link and are never resumed. Handshake: decode sends hello, prefill compares
+        versions and hashes and answers welcome or FAILED_PRECONDITION; decode compares
+        again before it looks at prefill's NIXL metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,6 @@
-"""D's end of the KvLink: one link for each prefill worker, dialed when a request first needs it."""
+"""Decode's end of the KvLink: one link for each prefill worker, dialed when a request first needs
+it.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,7 @@ _DEFECT = "failed: see the log"
 
 
 class KVLinkPool:
-    """Owns the links of D's connector and sends its heartbeats until `close`."""
+    """Owns the links of decode's connector and sends its heartbeats until `close`."""
 
     def __init__(
         self, connector: KVConsumerEndpoint, *, open_channel: OpenChannel = open_channel
@@ -178,7 +180,7 @@ class KVLinkPool:
             return f"{error.code().name}: {error.details()}"
         except InvalidRequestError as error:
             return error.message
-        return "closed by P"
+        return "closed by prefill"
 
 
 def _end_of(task: "asyncio.Task[str]") -> str:

@@ -1,4 +1,6 @@
-"""P's end of the KvLink: accepts decode workers and carries messages to and from the connector."""
+"""Prefill's end of the KvLink: accepts decode workers and carries messages to and from the
+connector.
+"""
 
 import asyncio
 import logging
@@ -42,8 +44,8 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         kv_grpc.add_KvTransferServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
-        """End every link behind what is to be sent, so that D hears of each session that is over;
-        those that are not end with their links.
+        """End every link behind what is to be sent, so that decode hears of each session that is
+        over; those that are not end with their links.
         """
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
@@ -109,7 +111,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
             async for request in requests:
                 message: KVLinkRequestMessage = kv_link_request_from_proto(request)
                 self._connector.on_message(link, message)
-            reason = "closed by D"
+            reason = "closed by decode"
         except InvalidRequestError as error:
             reason = error.message
         except grpc.aio.AioRpcError as error:

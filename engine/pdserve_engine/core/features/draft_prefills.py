@@ -14,9 +14,9 @@ from pdserve_engine.request.sched_output import DraftPrefill
 
 
 class DraftPrefills:
-    """While D waits for a request's KV it knows the tokens, and owns blocks once P has asked: the
-    draft model need not wait. Whatever a step leaves of its budget is spent on them, and a step
-    that has nothing else to compute has all of it.
+    """While decode waits for a request's KV it knows the tokens, and owns blocks once prefill has
+    asked: the draft model need not wait. Whatever a step leaves of its budget is spent on them, and
+    a step that has nothing else to compute has all of it.
 
     What was planned counts as done. If it was lost, or the blocks are others now, the model runner
     catches up when the request runs. Does nothing without a draft model.

@@ -1,11 +1,11 @@
-"""D's slots, the places in its batch: who has been promised one, and whether another request finds
-one in time.
+"""Decode's slots, the places in its batch: who has been promised one, and whether another request
+finds one in time.
 
-A client has its first token when P is done. If D has no slot then, the stream is silent in the
-midst of its answer. So D grants no blocks before a slot is in sight: free now, or free when the KV
-will have landed, so that slots do not stay empty while P computes. Time is counted in steps of this
-engine, as running requests end after so many of them. Probes have slots of their own, and do not
-count here.
+A client has its first token when prefill is done. If decode has no slot then, the stream is silent
+in the midst of its answer. So decode grants no blocks before a slot is in sight: free now, or free
+when the KV will have landed, so that slots do not stay empty while prefill computes. Time is
+counted in steps of this engine, as running requests end after so many of them. Probes have slots of
+their own, and do not count here.
 """
 
 import bisect

@@ -1,9 +1,9 @@
-"""What the connectors tell the scheduler, and on D the speculative first step.
+"""What the connectors tell the scheduler, and on decode the speculative first step.
 
-D's first step of a request is speculative: it runs when the blocks have landed, before P has
-acknowledged their release (rule K4). Such a request still `needs_remote_kv`: what the step brought
-is held until the release is acknowledged, nobody shares its blocks and it cannot be preempted. If
-the release is not acknowledged, the step is rolled back.
+Decode's first step of a request is speculative: it runs when the blocks have landed, before prefill
+has acknowledged their release (rule K4). Such a request still `needs_remote_kv`: what the step
+brought is held until the release is acknowledged, nobody shares its blocks and it cannot be
+preempted. If the release is not acknowledged, the step is rolled back.
 """
 
 from dataclasses import replace
@@ -61,7 +61,7 @@ class KVEvents:
                 self._apply(event)
 
     def rollback_first_step(self, request: Request) -> None:
-        """D: undo the request's first step, if it has begun. The request keeps its blocks."""
+        """Decode: undo the request's first step, if it has begun. The request keeps its blocks."""
         request.progress.rolled_back()
         if request in self._places.remote_prefills:
             return
@@ -72,7 +72,9 @@ class KVEvents:
         self._places.remote_prefills.wait(request)
 
     def queue_landed(self, request: Request) -> None:
-        """D: let a request start whose KV has landed, unless that or its grammar is not here."""
+        """Decode: let a request start whose KV has landed, unless that or its grammar is
+        not here.
+        """
         places = self._places
         is_here = request.progress.num_computed_tokens > 0
         if is_here and places.waiting_for_fsm.has_grammar(request):
@@ -117,7 +119,9 @@ class KVEvents:
         self._queue_first_step(request)
 
     def _queue_first_step(self, request: Request) -> None:
-        """D: all KV has landed: queue the first step after P's tokens, unless they are the last."""
+        """Decode: all KV has landed: queue the first step after prefill's tokens, unless they are
+        the last.
+        """
         request.progress.pulled(len(request.handoff.pulled_token_ids))
         if request.is_output_complete:
             return
@@ -125,7 +129,9 @@ class KVEvents:
         self.queue_landed(request)
 
     def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
-        """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
+        """Decode: prefill has acknowledged that all blocks were right (rule K4): apply what was
+        held.
+        """
         request.handoff.accepted(stats)
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self._kv.cache_blocks(request, request.num_tokens)
@@ -139,15 +145,17 @@ class KVEvents:
         request.handoff.hold(None)
 
     def _lose_pull(self, request: Request, lost: KVLost) -> None:
-        """D: the rest will not come: wait for the router's decision, and tell it what is here."""
+        """Decode: the rest will not come: wait for the router's decision, and tell it what is
+        here.
+        """
         self.rollback_first_step(request)
         self._places.remote_prefills.drop_claim(request)
         request.record_event(EngineCoreEventType.KV_LOST)
         self._outputs.emit(request, kv_lost=self._limit_to_cached(request, lost))
 
     def _limit_to_cached(self, request: Request, lost: KVLost) -> KVLost:
-        """D: what is confirmed and the next attempt will find: nothing without prefix caching, or
-        if the sliding windows of those tokens have not come.
+        """Decode: what is confirmed and the next attempt will find: nothing without prefix caching,
+        or if the sliding windows of those tokens have not come.
         """
         _, num_tokens = self._kv.get_computed_blocks(request, lost.num_confirmed_tokens)
         return replace(lost, num_confirmed_tokens=num_tokens)

@@ -2,8 +2,8 @@
 that wait for one before they are computed here, `PrefixLoans` answers workers who ask for what is
 cached.
 
-A request waits for its prefix before it asks its D for room, and gives the prefix's blocks back to
-the prefix cache before it does: whoever holds blocks here never waits for blocks elsewhere.
+A request waits for its prefix before it asks its decode for room, and gives the prefix's blocks
+back to the prefix cache before it does: whoever holds blocks here never waits for blocks elsewhere.
 """
 
 from collections.abc import Callable, Iterator

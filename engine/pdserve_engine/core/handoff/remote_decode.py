@@ -1,8 +1,8 @@
-"""P's side of the scheduler: requests that will be decoded elsewhere wait for the decode worker's
-blocks before they get any here.
+"""Prefill's side of the scheduler: requests that will be decoded elsewhere wait for the decode
+worker's blocks before they get any here.
 
-A request that holds blocks of P never waits for blocks of D. Otherwise two workers could each be
-full of requests that wait for the other one.
+A request that holds blocks of prefill never waits for blocks of decode. Otherwise two workers could
+each be full of requests that wait for the other one.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from pdserve_engine.kv_transfer.ports import NoConnector, ProducerPort
 from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.request_queue import RequestQueue
 
-# So many requests of each D are asked for ahead, or as many as make up some steps, so that P does
-# not wait for answers. More would only hold room on D for nothing.
+# So many requests of each decode worker are asked for ahead, or as many as make up some steps, so
+# that prefill does not wait for answers. More would only hold room on decode for nothing.
 NUM_ASKED_AHEAD = 2
-# D answers between its own steps, which may take as long as several of P's.
+# Decode answers between its own steps, which may take as long as several of prefill's.
 MAX_STEPS_AHEAD = 8
 # After so many steps that did not lack requests one less may do.
 NUM_STEPS_FILLED = 64
 
 
 class HeldUp(NamedTuple):
-    """What could not start now on an idle P either."""
+    """What could not start now on an idle prefill worker either."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -55,10 +55,10 @@ class _Stopwatch:
 
 
 class _Waits:
-    """For how long requests of one D could not start because of it.
+    """For how long requests of one decode worker could not start because of it.
 
     Those that it is asked for wait from then on. Those behind them do only if it says that it is
-    full: otherwise its answer is on the way while P computes others.
+    full: otherwise its answer is on the way while prefill computes others.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class _Waits:
         self._full = _Stopwatch()
 
     def set(self, *, is_unanswered: bool, is_full: bool, at: float) -> None:
-        """`is_unanswered`: D is asked, and nothing that it has granted waits for P; `is_full`: and
-        has said so, of all the time for which it is asked.
+        """`is_unanswered`: decode is asked, and nothing that it has granted waits for prefill;
+        `is_full`: and has said so, of all the time for which it is asked.
         """
         self._unanswered.set(at if is_unanswered else None, at)
         self._full.set(self._unanswered.since if is_full else None, at)
@@ -87,18 +87,20 @@ class _Waits:
 
 
 class _Ahead:
-    """For how many steps requests of one D are asked for ahead: as many as P computes until D has
-    answered.
+    """For how many steps requests of one decode worker are asked for ahead: as many as prefill
+    computes until decode has answered.
     """
 
     def __init__(self) -> None:
         self.num_steps = 1
         self._num_filled = 0
-        # By one for each of D's answers, which show that it does.
+        # By one for each of decode's answers, which show that it does.
         self._may_grow = False
 
     def on_step(self, *, lacks_answers: bool) -> None:
-        """A step was planned, with room for requests that D has not answered yet or without."""
+        """A step was planned, with room for requests that decode has not answered yet or
+        without.
+        """
         if not lacks_answers:
             self._num_filled += 1
             if self._num_filled == NUM_STEPS_FILLED:
@@ -112,8 +114,8 @@ class _Ahead:
 
 
 class RemoteDecodes(Place):
-    """Requests on their way to another worker: those that may not start yet wait here, by their D.
-    What is done to one that is decoded here does nothing.
+    """Requests on their way to another worker: those that may not start yet wait here, by their
+    decode. What is done to one that is decoded here does nothing.
     """
 
     statuses = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -139,8 +141,9 @@ class RemoteDecodes(Place):
         # Asked for and not started. Granted ones among them may start: their place is `waiting`.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
-        # Asked for, and D was full. If it has granted them since, P takes them into its next step;
-        # those that this has no room for wait for P, and are none of these any more.
+        # Asked for, and decode was full. If it has granted them since, prefill takes them into its
+        # next step; those that this has no room for wait for prefill, and are none of these any
+        # more.
         self._deferred: set[Request] = set()
         self._waits: dict[str, _Waits] = {}
         self._ahead: dict[str, _Ahead] = {}
@@ -169,8 +172,8 @@ class RemoteDecodes(Place):
 
     @property
     def held_up(self) -> HeldUp:
-        """Of the requests that may not start yet, those whose D has said that it is full, if none
-        that it has granted waits for P.
+        """Of the requests that may not start yet, those whose decode has said that it is full, if
+        none that it has granted waits for prefill.
         """
         engine_ids = [
             name
@@ -197,18 +200,18 @@ class RemoteDecodes(Place):
         return True
 
     def may_start(self, request: Request) -> bool:
-        """Does D still hold its blocks for a request that is about to join the batch?"""
+        """Does decode still hold its blocks for a request that is about to join the batch?"""
         return not request.do_remote_decode or self.port.on_started(request)
 
     def start(self, request: Request) -> None:
-        """The request has joined the batch: tell D what was found in the prefix cache."""
+        """The request has joined the batch: tell decode what was found in the prefix cache."""
         if request.do_remote_decode:
             self._forget(request)
             request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
             self.announce(request)
 
     def announce(self, request: Request) -> None:
-        """Tell D of blocks that are whole; the step that wrote them is over (rule K2)."""
+        """Tell decode of blocks that are whole; the step that wrote them is over (rule K2)."""
         if request.do_remote_decode:
             block_ids = self._kv.get_block_ids(request.request_id)
             self.port.on_blocks_computed(request, request.progress.num_finished_tokens, block_ids)
@@ -228,7 +231,7 @@ class RemoteDecodes(Place):
         return True
 
     def request_finished(self, request: Request) -> frozenset[int]:
-        """Return those of its blocks that D may still read."""
+        """Return those of its blocks that decode may still read."""
         if not request.do_remote_decode:
             return frozenset()
         self._forget(request)
@@ -240,7 +243,7 @@ class RemoteDecodes(Place):
             self.port.abort_session(request_id)
 
     def ask_next(self) -> None:
-        """Have every D reserve blocks for the next ones."""
+        """Have every decode worker reserve blocks for the next ones."""
         requests = [r for engine_id in list(self._queues) for r in self._take_next_of(engine_id)]
         for request in requests:
             self.port.ask(request)
@@ -256,7 +259,7 @@ class RemoteDecodes(Place):
                 self._watch(engine_id)
             is_unanswered = self._granted.isdisjoint(asked) and self._deferred.isdisjoint(asked)
             lacks_answers = has_room and bool(asked) and is_unanswered
-            # If D has been asked for all, it need not be asked for more.
+            # If decode has been asked for all, it need not be asked for more.
             ahead.on_step(lacks_answers=lacks_answers and len(self._queues[engine_id]) > 0)
         self.ask_next()
 
@@ -277,8 +280,8 @@ class RemoteDecodes(Place):
             self.port.ask(request)
 
     def take_back(self, *, even_preempted: bool) -> None:
-        """Nothing is started for some time, and D shall not hold blocks for it: put those that have
-        been asked for back into their queues.
+        """Nothing is started for some time, and decode shall not hold blocks for it: put those that
+        have been asked for back into their queues.
         """
         taken = [
             request
@@ -295,14 +298,14 @@ class RemoteDecodes(Place):
             self.port.on_preempted(request)
 
     def defer(self, request: Request) -> None:
-        """D is full: the request has to wait for it."""
+        """Decode is full: the request has to wait for it."""
         if request in self._asked.get(_engine_id(request), ()) and request not in self._granted:
             self._deferred.add(request)
             self._watch(_engine_id(request))
 
     def allow(self, request: Request, granted_time: float) -> None:
-        """D has reserved blocks, as it has told at `granted_time`: the request may start, if it
-        still waits for that.
+        """Decode has reserved blocks, as it has told at `granted_time`: the request may start, if
+        it still waits for that.
         """
         is_asked = request in self._asked.get(_engine_id(request), ())
         if not is_asked or request in self._granted:
@@ -314,11 +317,11 @@ class RemoteDecodes(Place):
             held_up_s = self._waits[_engine_id(request)].of_asked_s(request, granted_time)
             request.handoff.decode_queue_s = max(0.0, held_up_s)
         self._granted.add(request)
-        # P may have been in the midst of a step: that was no wait for D.
+        # Prefill may have been in the midst of a step: that was no wait for decode.
         self._watch(_engine_id(request), granted_time)
 
     def forbid(self, request: Request) -> None:
-        """D has taken them back: the request may not start, if it has not yet."""
+        """Decode has taken them back: the request may not start, if it has not yet."""
         if request not in self._granted:
             return
         self._waiting.remove_request(request)
@@ -334,7 +337,7 @@ class RemoteDecodes(Place):
             self._queues[_engine_id(request)].remove_request(request)
 
     def _forget(self, request: Request) -> bool:
-        """D need not answer any more, or has; False if it was not asked."""
+        """Decode need not answer any more, or has; False if it was not asked."""
         engine_id = _engine_id(request)
         if request not in self._asked.get(engine_id, ()):
             return False
@@ -384,7 +387,7 @@ class RemoteDecodes(Place):
         )
 
     def _is_unanswered(self, asked: Collection[Request]) -> bool:
-        """Does nothing of it wait for P?"""
+        """Does nothing of it wait for prefill?"""
         return (self._granted - self._deferred).isdisjoint(asked)
 
 

@@ -1,11 +1,10 @@
-"""D's side of the handoff in the scheduler: requests whose KV another worker computes, from the
-router's ticket until they can run.
+"""Decode's side of the handoff in the scheduler: requests whose KV another worker computes, from
+the router's ticket until they can run.
 
-A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a slot in
-sight, and P may start.
-Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
-nobody starves; preempted requests come before all of them. Probes, of which few are let in at a
-time, need only free blocks.
+A ticket holds nothing. When prefill asks, the request gets its blocks, if there is room and a slot
+in sight, and prefill may start. Among claims and local requests whoever has had to wait for long is
+the next to get blocks, so that nobody starves; preempted requests come before all of them. Probes,
+of which few are let in at a time, need only free blocks.
 """
 
 import bisect
@@ -32,7 +31,7 @@ MAX_SKIPPED = 16
 class _Claim:
     request: Request
     since: float
-    # P knows that it has to wait.
+    # Prefill knows that it has to wait.
     is_deferred: bool = False
 
     def is_overdue(self, now: float) -> bool:
@@ -54,8 +53,8 @@ _ROOM_OF_PROBES = Room(num_held=0, num_spare=0, slot_forecast=SlotForecast([0], 
 
 
 class RemotePrefills(Place):
-    """Requests that wait for their KV, and the claims of P on blocks for them. What is done to one
-    that is computed here does nothing.
+    """Requests that wait for their KV, and the claims of prefill on blocks for them. What is done
+    to one that is computed here does nothing.
     """
 
     statuses = (RequestStatus.WAITING_FOR_REMOTE_KVS,)
@@ -72,7 +71,7 @@ class RemotePrefills(Place):
         self._kv = kv_cache_manager
         self._decode_slots = decode_slots
         self._clock = clock
-        # And when P claimed blocks last; before that, or after a rollback: when it came.
+        # And when prefill claimed blocks last; before that, or after a rollback: when it came.
         self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
         self._probe_claims: deque[_Claim] = deque()
@@ -107,7 +106,7 @@ class RemotePrefills(Place):
         return True
 
     def wait(self, request: Request) -> None:
-        """The request waits for its KV, or for P to acknowledge the release."""
+        """The request waits for its KV, or for prefill to acknowledge the release."""
         request.entered(self)
         self._requests[request] = self._clock()
 
@@ -128,18 +127,19 @@ class RemotePrefills(Place):
         self.remove_request(request)
 
     def claim(self, request: Request, since: float) -> None:
-        """P wants to start the request, and has asked at `since` (by the clock, not after now);
-        it gets its blocks when grant_claims finds room.
+        """Prefill wants to start the request, and has asked at `since` (by the clock, not after
+        now); it gets its blocks when grant_claims finds room.
         """
         # It may have asked, withdrawn and asked again before the first claim had its turn.
         claims = self._claims_like(request)
         if all(claim.request is not request for claim in claims):
             self._requests[request] = since
-            # P may have asked before its ticket was here: then younger claims are here already.
+            # Prefill may have asked before its ticket was here: then younger claims are here
+            # already.
             bisect.insort(claims, _Claim(request, since), key=lambda other: other.since)
 
     def drop_claim(self, request: Request) -> None:
-        """P's claim, if there is one, does not count any more, whether granted or not."""
+        """Prefill's claim, if there is one, does not count any more, whether granted or not."""
         self._decode_slots.withdraw(request)
         claims = self._claims_like(request)
         for claim in [claim for claim in claims if claim.request is request]:
@@ -173,20 +173,20 @@ class RemotePrefills(Place):
                 num_skipped += 1
 
     def defer_claims(self) -> None:
-        """Have P know, once, of each claim that has not been granted, that it has to wait."""
+        """Have prefill know, once, of each claim that has not been granted, that it has to wait."""
         for claim in self._claims:
             if not claim.is_deferred:
                 claim.is_deferred = True
                 self.port.defer(claim.request)
 
     def give_back(self, request: Request, kept: frozenset[int]) -> None:
-        """P has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
+        """Prefill has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
         self.drop_claim(request)
         self._free(request, kept)
 
     def reclaim(self) -> bool:
-        """Free the blocks of the youngest request that P has announced nothing of; its claim stands
-        as if it had not been granted. False if there is none.
+        """Free the blocks of the youngest request that prefill has announced nothing of; its claim
+        stands as if it had not been granted. False if there is none.
         """
         request = self.port.reclaim()
         if request is None:
@@ -202,7 +202,7 @@ class RemotePrefills(Place):
 
     def _reserve(self, request: Request, room: Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,
-        and tell P. False if there is no room; True also if P has withdrawn its claim.
+        and tell prefill. False if there is no room; True also if prefill has withdrawn its claim.
         """
         if not self._decode_slots.may_grant(request, room.slot_forecast):
             return False
@@ -230,7 +230,7 @@ class RemotePrefills(Place):
         max_held = MAX_SHARE * self._kv.block_pool.num_blocks
         if room.num_held and room.num_held + needed > max_held:
             return False
-        # With room for the first token that D itself computes.
+        # With room for the first token that decode itself computes.
         return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=room.num_spare)
 
     def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:

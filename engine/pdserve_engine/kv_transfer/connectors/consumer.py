@@ -1,6 +1,7 @@
-"""D's side of the handoff: reads the blocks of a prompt out of P's memory while P computes it.
+"""Decode's side of the handoff: reads the blocks of a prompt out of prefill's memory while prefill
+computes it.
 
-The wishes of the scheduler and the messages of P become events of the CONSUMER table of
+The wishes of the scheduler and the messages of prefill become events of the CONSUMER table of
 protocol/transitions.py; the threads, the links and the READs are in reader.py.
 """
 
@@ -31,11 +32,11 @@ from pdserve_engine.kv_transfer.protocol.pull_machine import make_cancel
 from pdserve_engine.kv_transfer.protocol.transitions import CONSUMER, ConsumerEvent, ConsumerState
 from pdserve_engine.request.request import Request
 
-# P may ask before D's engine has taken the router's ticket, which it does between two steps,
-# however long these are. This many questions are remembered.
+# Prefill may ask before decode's engine has taken the router's ticket, which it does between two
+# steps, however long these are. This many questions are remembered.
 MAX_EARLY = 4096
 
-# How P's reasons to end a session look to D; any other is a loss like "session_ended".
+# How prefill's reasons to end a session look to decode; any other is a loss like "session_ended".
 _VOID_REASONS = frozenset(
     {SessionEndReason.FINISHED, SessionEndReason.ABORTED, SessionEndReason.SUPERSEDED}
 )
@@ -46,7 +47,7 @@ _LOSS_REASONS: Mapping[SessionEndReason, LossReason] = {
 
 
 class ConsumerConnector(ReaderConnector):
-    """D's connector of requests whose prompt P computes, a ConsumerPort."""
+    """Decode's connector of requests whose prompt prefill computes, a ConsumerPort."""
 
     # ---- the event loop's thread
 
@@ -105,7 +106,7 @@ class ConsumerConnector(ReaderConnector):
     # ---- under the lock: the scheduler and the router
 
     def _add_ticket(self, request: Request) -> None:
-        """The router has sent this request: P will ask for its blocks, or has already."""
+        """The router has sent this request: prefill will ask for its blocks, or has already."""
         key = _key_of(request)
         pull = self._machine.pulls.get(key)
         if pull is None:
@@ -157,7 +158,7 @@ class ConsumerConnector(ReaderConnector):
         return True
 
     def _add_early(self, key: PullKey, link: KVLink, message: GrantRequest) -> bool:
-        """P asks for what the router has not told of yet, unless it is over already."""
+        """Prefill asks for what the router has not told of yet, unless it is over already."""
         if key in self._machine.ended or self._machine.num_in[ConsumerState.EARLY] >= MAX_EARLY:
             link.handle.send(make_cancel(key, "unwanted"))
             return False
@@ -209,7 +210,9 @@ class ConsumerConnector(ReaderConnector):
         return self._machine.lose(pull, event, reason, text)
 
     def _on_preempted(self, pull: Pull) -> bool:
-        """P will ask again. Until then the scheduler has neither a claim nor blocks for it."""
+        """Prefill will ask again. Until then the scheduler has neither a claim nor blocks
+        for it.
+        """
         is_known = self._machine.advance(pull, ConsumerEvent.SESSION_PREEMPTED)
         if is_known and pull.request is not None:
             self._machine.tell(BlocksReturned(pull.request, pull.kept))

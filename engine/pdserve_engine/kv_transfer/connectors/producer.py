@@ -1,5 +1,5 @@
-"""P's side of the handoff: has D reserve blocks before a prefill starts, announces what the prefill
-has written, and keeps it until D has read it.
+"""Prefill's side of the handoff: has decode reserve blocks before a prefill starts, announces what
+the prefill has written, and keeps it until decode has read it.
 
 The threads, the links and the releases are in owner.py.
 """
@@ -23,7 +23,7 @@ from pdserve_engine.kv_transfer.protocol.session import Session
 from pdserve_engine.kv_transfer.protocol.transitions import ProducerEvent, ProducerState
 from pdserve_engine.request.request import Request, RequestStatus
 
-# What D says to a grant request: the event it is, and its name in metrics.
+# What decode says to a grant request: the event it is, and its name in metrics.
 _ANSWERS: Mapping[type, tuple[ProducerEvent, str]] = {
     Granted: (ProducerEvent.GRANTED, "granted"),
     Later: (ProducerEvent.LATER, "later"),
@@ -37,18 +37,18 @@ _END_REASONS = {
 
 
 class ProducerConnector(OwnerConnector):
-    """P's connector of requests that are decoded elsewhere, a ProducerPort."""
+    """Prefill's connector of requests that are decoded elsewhere, a ProducerPort."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         begin(self._metrics.grants, answer=(answer for _, answer in _ANSWERS.values()))
-        # Given up by D before P asked for them: (engine id, request id, attempt).
+        # Given up by decode before prefill asked for them: (engine id, request id, attempt).
         self._cancelled = RecentKeys()
 
     # ---- the event loop's thread
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
-        """Nothing: D dials."""
+        """Nothing: decode dials."""
 
     # ---- the engine thread
 
@@ -140,6 +140,6 @@ class ProducerConnector(OwnerConnector):
 
 def _end_reason(request: Request) -> SessionEndReason:
     if request.error is not None and request.error.fault is ErrorFault.REQUEST:
-        # As if it had been aborted: the router has P's own error, and no transfer has failed.
+        # As if it had been aborted: the router has prefill's own error, and no transfer has failed.
         return SessionEndReason.ABORTED
     return _END_REASONS.get(request.status, SessionEndReason.FINISHED)

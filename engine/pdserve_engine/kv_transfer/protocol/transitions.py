@@ -1,13 +1,13 @@
 """The KV session as tables: what its two ends do, and in which order.
 
-SessionMachine (P) and PullMachine (D) carry out these transitions and no others, and the protocol
-model in tests/kv_transfer/model explores the same tables exhaustively: with them no byte of a freed
-block reaches a token, nothing leaks and nothing waits for ever. The rules K1 to K8 are in
-docs/architecture.md.
+SessionMachine (prefill) and PullMachine (decode) carry out these transitions and no others, and the
+protocol model in tests/kv_transfer/model explores the same tables exhaustively: with them no byte
+of a freed block reaches a token, nothing leaks and nothing waits for ever. The rules K1 to K8 are
+in docs/architecture.md.
 
-For a cached prefix the roles are turned round: a decode worker is P of these tables, and a prefill
-worker D. Such a session begins in LOOKING_UP and such a pull in REQUESTED; from the announcement on
-they go by the same rules as any other.
+For a cached prefix the roles are turned round: a decode worker has the end that is called prefill
+here, and a prefill worker the one called decode. Such a session begins in LOOKING_UP and such a
+pull in REQUESTED; from the announcement on they go by the same rules as any other.
 
 An event that a state has no entry for comes too late, or makes no sense: it is counted and ignored
 (K8). Actions are carried out in the order given, all under the connector's lock.
@@ -17,21 +17,21 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# ---- P: a session, from the question for blocks to the fence
+# ---- prefill: a session, from the question for blocks to the fence
 
 
 class ProducerState(enum.Enum):
-    """A session on P."""
+    """A session on prefill."""
 
-    # D is asked to reserve blocks, or will be once its link is up. P holds none for it.
+    # Decode is asked to reserve blocks, or will be once its link is up. Prefill holds none for it.
     ASKING = enum.auto()
-    # D has reserved: the scheduler may start the request.
+    # Decode has reserved: the scheduler may start the request.
     GRANTED = enum.auto()
     # The request runs; its finished blocks are announced.
     SENDING = enum.auto()
     # The prefill is over; the session keeps the blocks.
     HANDED_OFF = enum.auto()
-    # Of a prefix: D has asked for it, and the scheduler looks for its blocks. Of those that it
+    # Of a prefix: decode has asked for it, and the scheduler looks for its blocks. Of those that it
     # finds the session keeps one hold each: it is HANDED_OFF then.
     LOOKING_UP = enum.auto()
     # Fenced.
@@ -41,7 +41,7 @@ class ProducerState(enum.Enum):
 class ProducerEvent(enum.Enum):
     """What may happen to it."""
 
-    # Of D.
+    # Of decode.
     GRANTED = enum.auto()
     LATER = enum.auto()
     REVOKED = enum.auto()
@@ -55,11 +55,11 @@ class ProducerEvent(enum.Enum):
     # A step that wrote blocks is over (K2).
     COMPUTED = enum.auto()
     PREFILLED = enum.auto()
-    # As PREFILLED, and D has all blocks itself: there is nothing to announce or to keep.
+    # As PREFILLED, and decode has all blocks itself: there is nothing to announce or to keep.
     PREFILLED_ALL_CACHED = enum.auto()
     # The request loses its blocks, or its turn.
     PREEMPTED = enum.auto()
-    # The request ended on P: at its first token, by an abort, by an error.
+    # The request ended on prefill: at its first token, by an abort, by an error.
     FINISHED = enum.auto()
     # Blocks of the prefix are cached, and held.
     FOUND = enum.auto()
@@ -70,7 +70,7 @@ class ProducerEvent(enum.Enum):
 
 
 class ProducerAction(enum.Enum):
-    """What P does about it."""
+    """What prefill does about it."""
 
     ALLOW_START = enum.auto()
     FORBID_START = enum.auto()
@@ -89,7 +89,7 @@ class ProducerAction(enum.Enum):
     FREE = enum.auto()
     FREE_RELEASED = enum.auto()
     SEND_SESSION_ENDED = enum.auto()
-    # The request ends on P with an error.
+    # The request ends on prefill with an error.
     FAIL_REQUEST = enum.auto()
 
 
@@ -100,8 +100,8 @@ class ProducerStep(NamedTuple):
 
 _P, _PE, _PA = ProducerState, ProducerEvent, ProducerAction
 
-# K3 on every path: FENCE is the first action of whatever ends a session. D hears of it unless it is
-# D's own wish, or the link is gone.
+# K3 on every path: FENCE is the first action of whatever ends a session. Decode hears of it unless
+# it is decode's own wish, or the link is gone.
 _GIVEN_UP = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FAIL_REQUEST))
 _WITHDRAWN = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED, _PA.FAIL_REQUEST))
 _OVER = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED))
@@ -137,7 +137,8 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
         _PE.PREFILLED: ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE, _PA.SEND_PREFILL_DONE)),
         # No release will come that could end the session.
         _PE.PREFILLED_ALL_CACHED: ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_PREFILL_DONE)),
-        # It had started before D's message came. It must not hold P's blocks and wait for D's.
+        # It had started before decode's message came. It must not hold prefill's blocks and wait
+        # for decode's.
         _PE.REVOKED: _WITHDRAWN,
     },
     _P.HANDED_OFF: {
@@ -167,26 +168,26 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
     },
 }
 
-# ---- D: a pull, from the router's ticket to the accepted blocks
+# ---- decode: a pull, from the router's ticket to the accepted blocks
 
 
 class ConsumerState(enum.Enum):
-    """A pull on D."""
+    """A pull on decode."""
 
-    # P has asked for blocks, the router's ticket is still on its way.
+    # Prefill has asked for blocks, the router's ticket is still on its way.
     EARLY = enum.auto()
-    # The router has announced the request, P has not asked yet.
+    # The router has announced the request, prefill has not asked yet.
     TICKET = enum.auto()
     # Both: the scheduler looks for room.
     CLAIMED = enum.auto()
-    # Blocks are reserved, P may start.
+    # Blocks are reserved, prefill may start.
     GRANTED = enum.auto()
     # Blocks are announced and read.
     PULLING = enum.auto()
-    # All is here, P's tokens too, but the last release is not acknowledged: the first step may run,
-    # and nothing of it gets out.
+    # All is here, prefill's tokens too, but the last release is not acknowledged: the first step
+    # may run, and nothing of it gets out.
     LANDED = enum.auto()
-    # Of a prefix: blocks are reserved for it, and P is asked, or will be once its link is up.
+    # Of a prefix: blocks are reserved for it, and prefill is asked, or will be once its link is up.
     REQUESTED = enum.auto()
     # Of a prefix: its blocks are announced and read. No step runs before all is confirmed: what it
     # computes would go to others at once.
@@ -203,19 +204,19 @@ class ConsumerEvent(enum.Enum):
 
     # Of the router: the request is here.
     TICKETED = enum.auto()
-    # Of P.
+    # Of prefill.
     ASKED = enum.auto()
     ANNOUNCED = enum.auto()
     CONFIRMED = enum.auto()
-    # Of a prefix: P has cached blocks of it, and keeps them. No others follow.
+    # Of a prefix: prefill has cached blocks of it, and keeps them. No others follow.
     PREFIX_READY = enum.auto()
-    # All blocks are announced and P's tokens are known.
+    # All blocks are announced and prefill's tokens are known.
     PREFILL_DONE = enum.auto()
-    # P preempted the request and will ask again.
+    # Prefill preempted the request and will ask again.
     SESSION_PREEMPTED = enum.auto()
-    # P needs no D: the first token was the last, or the request was aborted.
+    # Prefill needs no decode: the first token was the last, or the request was aborted.
     SESSION_VOID = enum.auto()
-    # P fenced it, said that a release is not valid, or its link is gone.
+    # Prefill fenced it, said that a release is not valid, or its link is gone.
     SESSION_LOST = enum.auto()
     # Of the link: it is up.
     LINKED = enum.auto()
@@ -223,16 +224,16 @@ class ConsumerEvent(enum.Enum):
     RESERVED = enum.auto()
     NO_ROOM = enum.auto()
     RECLAIMED = enum.auto()
-    # The request is over on D: finished, aborted or superseded by another attempt.
+    # The request is over on decode: finished, aborted or superseded by another attempt.
     REQUEST_ENDED = enum.auto()
     # Of the transfer thread.
     READ_LANDED = enum.auto()
     READ_FAILED = enum.auto()
-    # Everything announced has landed, and P is done.
+    # Everything announced has landed, and prefill is done.
     ALL_LANDED = enum.auto()
     # And all of it is confirmed.
     COMPLETED = enum.auto()
-    # D gives it up: a deadline passed, or P broke the protocol.
+    # Decode gives it up: a deadline passed, or prefill broke the protocol.
     GIVEN_UP = enum.auto()
     # Blocks are about to change hands.
     FENCED = enum.auto()
@@ -241,7 +242,7 @@ class ConsumerEvent(enum.Enum):
 
 
 class ConsumerAction(enum.Enum):
-    """What D does about it."""
+    """What decode does about it."""
 
     # Has the scheduler reserve blocks.
     CLAIM = enum.auto()
@@ -264,7 +265,7 @@ class ConsumerAction(enum.Enum):
     # Tells the router, who alone decides what happens next (K6).
     REPORT_LOST = enum.auto()
     FAIL_REQUEST = enum.auto()
-    # P has ended it: no error.
+    # Prefill has ended it: no error.
     VOID_REQUEST = enum.auto()
 
 
@@ -291,7 +292,8 @@ _ASK_AGAIN = ConsumerStep(_D.TICKET, (_DA.GIVE_BACK,))
 CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
     _D.EARLY: {
         _DE.TICKETED: ConsumerStep(_D.CLAIMED, (_DA.CLAIM,)),
-        # The ticket may still come: then P asks again, or the router hears of P's end from P.
+        # The ticket may still come: then prefill asks again, or the router hears of prefill's end
+        # from prefill.
         _DE.SESSION_PREEMPTED: ConsumerStep(_D.ENDED),
         _DE.SESSION_VOID: ConsumerStep(_D.ENDED),
         _DE.SESSION_LOST: ConsumerStep(_D.ENDED),
@@ -353,7 +355,7 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
     _D.ENDED: {},
 }
 
-# ---- D: one READ of a chunk of blocks
+# ---- decode: one READ of a chunk of blocks
 
 
 class ReadState(enum.Enum):
@@ -362,7 +364,7 @@ class ReadState(enum.Enum):
     # The transport may write into the blocks at any time (K5).
     POSTED = enum.auto()
     LANDED = enum.auto()
-    # P has said that it had kept the blocks until they had been read (K4).
+    # Prefill has said that it had kept the blocks until they had been read (K4).
     CONFIRMED = enum.auto()
     # Its pull is over and it has not landed: polled on, its blocks belong to nobody.
     UNLANDED = enum.auto()

@@ -21,15 +21,15 @@ def make_legs(
     decode: Worker,
     prefix_source: KVPrefixSource | None = None,
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
-    """Return what P gets and what D gets; each says where the other is, and P's where the start of
-    the prompt is cached.
+    """Return what prefill gets and what decode gets; each says where the other is, and prefill's
+    where the start of the prompt is cached.
     """
     to_decode = dataclasses.replace(
         decode.kv_transfer_params, do_remote_decode=True, prefix_source=prefix_source
     )
     to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
     return (
-        # P guesses no tokens.
+        # Prefill guesses no tokens.
         dataclasses.replace(request, kv_transfer_params=to_decode, prediction_token_ids=()),
         dataclasses.replace(request, kv_transfer_params=to_prefill),
     )

@@ -106,7 +106,7 @@ def _request(
         request_id=request_id,
         prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_prompt_tokens)),
         task=Generate(SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)),
-        # Blocks that D has cached would not be pulled.
+        # Blocks that decode has cached would not be pulled.
         cache_salt=request_id,
         # Before all others, and beside a full batch: behind a long queue it would fail, and have
         # decode workers compute prompts that prefill workers are there for.
@@ -117,7 +117,7 @@ def _request(
 
 
 class _Probe:
-    """Both legs of one probe; `result` is set once D has its token."""
+    """Both legs of one probe; `result` is set once decode has its token."""
 
     def __init__(self, prefill: Worker, decode: Worker) -> None:
         self.result: asyncio.Future[KVTransferStats] = asyncio.get_running_loop().create_future()

@@ -173,7 +173,7 @@ class Pairs:
         if pair is None:
             return
         pair.breaker.report_success()
-        # Of what D had cached nothing travels.
+        # Of what decode had cached nothing travels.
         is_seen = stats.num_blocks > 0 and not pair.refused_transport
         if is_seen and not self._has_right_transport(pair, stats):
             self._changed(pair)

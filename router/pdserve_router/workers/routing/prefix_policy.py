@@ -32,15 +32,15 @@ T = TypeVar("T")
 class RoutingWeights:
     """What things cost, in prompt tokens that a prefill worker has to compute."""
 
-    # A prompt token that waits on P before the request.
+    # A prompt token that waits on prefill before the request.
     routing_queue_weight: float = 1.0
-    # A request that is on D.
+    # A request that is on decode.
     routing_decode_weight: float = 16.0
-    # A token that D has no free block for.
+    # A token that decode has no free block for.
     routing_room_weight: float = 1.0
-    # A token whose KV has to be moved to D.
+    # A token whose KV has to be moved to decode.
     routing_transfer_weight: float = 0.1
-    # P and D on different hosts.
+    # Prefill and decode on different hosts.
     routing_topology_weight: float = 32.0
     # And in different zones.
     routing_zone_weight: float = 256.0
@@ -72,15 +72,15 @@ class _Sent:
 
 
 class PrefixRouting:
-    """Chooses P and D together: the pair of least cost among those that have most of the prompt
-    cached and a few that are drawn, so a prefix is used until that costs more than to compute it
-    elsewhere. Of two that cost the same either is taken.
+    """Chooses prefill and decode together: the pair of least cost among those that have most of the
+    prompt cached and a few that are drawn, so a prefix is used until that costs more than to
+    compute it elsewhere. Of two that cost the same either is taken.
     """
 
     def __init__(self, weights: RoutingWeights, runtime: Runtime) -> None:
         self._weights = weights
         self._rng = runtime.rng
-        # Tokens to P, requests to D.
+        # Tokens to prefill, requests to decode.
         self._sent = _Sent(runtime.now)
 
     def pick_pair(
@@ -109,7 +109,7 @@ class PrefixRouting:
     def pick_decode(
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> Worker | None:
-        """See RoutingPolicy. What D has not cached it computes itself."""
+        """See RoutingPolicy. What decode has not cached it computes itself."""
         cached = candidates.cached(request)
         num_known = num_known_tokens(request)
         holders = cached.longest(WorkerRole.DECODE, NUM_CACHED, candidates.allows_decode)

@@ -19,7 +19,7 @@ from pdserve_router.workers.worker import Worker
 
 _RETRY_AFTER_MS = 1000
 
-# Where a request goes, and why it stays on D; values of metrics' labels.
+# Where a request goes, and why it stays on decode; values of metrics' labels.
 RoutePath = Literal["disaggregated", "local", "pooling"]
 LocalReason = Literal[
     "beam_search", "max_tokens_1", "disabled", "short_prompt", "cached_prompt",
@@ -48,7 +48,7 @@ class Route:
     prefill: Worker | None = None
     # Forks follow their source, what is sent again may go to whoever holds its blocks.
     reason: LocalReason | Literal["", "fork", "recovery"] = ""
-    # Where P reads the start of the prompt.
+    # Where prefill reads the start of the prompt.
     prefix_source: KVPrefixSource | None = None
 
     @property
@@ -95,8 +95,8 @@ AnyRoute = Route | PoolingRoute
 
 class RouteChooser:
     """Applies the rules in this order: what need not cross the handoff (beam_search, max_tokens_1,
-    disabled, short_prompt) stays on D; so do, unless disaggregation is required, what D has
-    cached (cached_prompt) and what cannot cross it (no_prefill_worker, no_proven_pair,
+    disabled, short_prompt) stays on decode; so do, unless disaggregation is required, what decode
+    has cached (cached_prompt) and what cannot cross it (no_prefill_worker, no_proven_pair,
     prefill_queue); all else is disaggregated.
     """
 
@@ -171,7 +171,7 @@ class RouteChooser:
         decode: Worker,
         exclude: AbstractSet[Worker],
     ) -> KVPrefixSource | None:
-        """Return where P reads what it has not cached itself, if it reads at all."""
+        """Return where prefill reads what it has not cached itself, if it reads at all."""
         if prefill.info is None or not prefill.info.has_prefix_pulls:
             return None
         cached = candidates.cached(request)

@@ -166,7 +166,7 @@ def _can_take(pair: Pair, candidates: Candidates) -> bool:
 
 
 def _is_saturated(worker: Worker) -> bool:
-    """True if more than a step's tokens wait on P, or requests on D."""
+    """True if more than a step's tokens wait on prefill, or requests on decode."""
     if worker.stats is None or worker.info is None:
         return False
     if worker.role is WorkerRole.PREFILL:
