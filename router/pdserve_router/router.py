@@ -152,7 +152,7 @@ class Router:
         return self._num_arriving + len(self._waiting)
 
     @property
-    def _num_places(self) -> int:
+    def _num_free_slots(self) -> int:
         """How many more requests may wait for their first token."""
         return self._max_num_queued_requests - self.num_queued
 
@@ -167,15 +167,15 @@ class Router:
             self._num_answering -= 1
             self._note_idle()
 
-    async def submit(self, prepare: Prepare, places: PartSlots | None = None) -> list[LiveRequest]:
+    async def submit(self, prepare: Prepare, slots: PartSlots | None = None) -> list[LiveRequest]:
         """Have requests that came as one parsed, checked and tokenized, and dispatch them. Raises a
         PdserveError if they cannot be taken, all of them; once taken each ends with exactly one
-        finished output. `places` are for parts that `follow`.
+        finished output. `slots` are for parts that `follow`.
         """
         self._load_log.note()
         try:
             self._admit(1)
-            admission = self._quotas.admit(tenant_var.get(), num_places=self._num_places)
+            admission = self._quotas.admit(tenant_var.get(), num_slots=self._num_free_slots)
         except PdserveError as error:
             self._count_not_taken(error)
             raise
@@ -189,7 +189,7 @@ class Router:
                 request_id_var.set(requests[0].core_request.external_req_id)
                 if len(requests) > 1:
                     self._admit(len(requests) - 1)
-                admission.reserve(requests, num_places=self._num_places, places=places)
+                admission.reserve(requests, num_slots=self._num_free_slots, slots=slots)
                 lives = await self._dispatch_all(requests, admission)
             note_taken(lives)
             return lives
@@ -204,18 +204,18 @@ class Router:
         """Return how many parts of a call, which is being prepared, may begin at once; `follow` is
         for the others.
         """
-        return self._quotas.num_at_once(tenant_var.get(), num_parts, num_places=self._num_places)
+        return self._quotas.num_at_once(tenant_var.get(), num_parts, num_slots=self._num_free_slots)
 
     async def follow(
-        self, processed: ProcessedInput, begun: LiveRequest, places: PartSlots
+        self, processed: ProcessedInput, begun: LiveRequest, slots: PartSlots
     ) -> LiveRequest:
-        """Dispatch one more part of a request that was taken, in the place of a part that has
+        """Dispatch one more part of a request that was taken, in the slot of a part that has
         ended; `begun` is the first one. Waits for a worker as long as what is sent again does.
         Raises as `submit` does, but for the queue's length.
         """
         try:
-            with self._quotas.admit_part(tenant_var.get(), places) as admission:
-                admission.reserve_part(processed, places)
+            with self._quotas.admit_part(tenant_var.get(), slots) as admission:
+                admission.reserve_part(processed, slots)
                 reservation = await admission.turn(0, processed)
                 part = admission.with_priority(processed)
                 live = await self._dispatch_later(part, reservation, begun.share_origin())

@@ -264,9 +264,9 @@ class RouterServer:
             has_lora_updates=config.lora_updates,
             labels=labels_of(config.model),
         )
-        places = ReceiveSlots(ReceiveLimits(), partial(self._limits.count, "http"))
+        slots = ReceiveSlots(ReceiveLimits(), partial(self._limits.count, "http"))
         assert self._http is not None
-        self._http.start(self._guarded(BodyGuard(app, places)))
+        self._http.start(self._guarded(BodyGuard(app, slots)))
         self.http_port = self._http.port
         self.metrics_port = self._metrics_server.port
         if not shares_ports:

@@ -58,7 +58,7 @@ from support.scripted_engine import (
     BLOCK_SIZE,
     EOS,
     MAX_MODEL_LEN,
-    check_places,
+    check_containers,
     expected,
     next_drafts,
 )
@@ -360,14 +360,14 @@ class Worker:
         while self.inbox:
             self.inbox.popleft()()
         result = self.core.step() if self.core.has_work() else self.core.poll()
-        check_places(self.scheduler)
+        check_containers(self.scheduler)
         for outputs in result.outputs.values():
             self.outputs.extend(self.owners.release_ended(outputs))
 
     def preempt(self) -> None:
         victims = [r for r in self.scheduler.running if not r.handoff.needs_remote_kv]
         if victims:
-            self.scheduler.places.preempt(self.world.random.choice(victims))
+            self.scheduler.containers.preempt(self.world.random.choice(victims))
 
     @property
     def is_busy(self) -> bool:
@@ -380,7 +380,7 @@ class Worker:
         assert not self.scheduler.requests
         assert self.pool.num_free_blocks == self.pool.num_blocks, "blocks have leaked"
         assert not len(self.owners)
-        check_places(self.scheduler)
+        check_containers(self.scheduler)
         assert self.connector.num_open_sessions() == 0
         self.connector.check_idle()
 
@@ -523,7 +523,7 @@ class World:
         elif event < 0.23:
             worker.pool.reset_prefix_cache()
         elif event < 0.24:
-            worker.scheduler.places.remote_prefills.reclaim()
+            worker.scheduler.containers.remote_prefills.reclaim()
         elif event < 0.25:
             self._tick(self.random.choice([0.1, 1.0]))
 

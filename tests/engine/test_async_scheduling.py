@@ -110,13 +110,13 @@ def test_preemption_waits_until_nothing_is_in_flight(
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 8, max_tokens=12)
     num_in_flight: list[int] = []
-    preempt = engine.scheduler.places.preempt
+    preempt = engine.scheduler.containers.preempt
 
     def watch(request: Request) -> None:
         num_in_flight.append(len(engine.scheduler.in_flight))
         preempt(request)
 
-    monkeypatch.setattr(engine.scheduler.places, "preempt", watch)
+    monkeypatch.setattr(engine.scheduler.containers, "preempt", watch)
     engine.run()
     assert num_in_flight
     assert set(num_in_flight) == {0}

@@ -218,8 +218,8 @@ def test_what_has_landed_needs_a_slot_now_and_so_do_its_forks() -> None:
     for name in ("a", "probe"):
         engine.consumer.land_all(name)
     engine.step()
-    assert len(engine.scheduler.places.kv_ready) == 2
-    decode_slots = engine.scheduler.places.decode_slots
+    assert len(engine.scheduler.containers.kv_ready) == 2
+    decode_slots = engine.scheduler.containers.decode_slots
     assert decode_slots.look_ahead().arrivals == [0, 0, 0], "the probe has a slot of its own"
 
 
@@ -232,7 +232,7 @@ def test_answers_are_expected_to_end_early_if_some_have(ends_early: bool) -> Non
     while "x" in engine.scheduler.requests:
         engine.step()
     engine.step()
-    assert (engine.scheduler.places.decode_slots.look_ahead().early_ends > 0) is ends_early
+    assert (engine.scheduler.containers.decode_slots.look_ahead().early_ends > 0) is ends_early
 
 
 def test_a_pull_is_expected_when_the_one_before_it_took_so_long() -> None:
@@ -244,7 +244,7 @@ def test_a_pull_is_expected_when_the_one_before_it_took_so_long() -> None:
         expected_in = []
         for _ in range(5):
             engine.step()
-            expected_in += engine.scheduler.places.decode_slots.look_ahead().arrivals
+            expected_in += engine.scheduler.containers.decode_slots.look_ahead().arrivals
         engine.consumer.finish_load(name)
         engine.step()
     assert expected_in == [4, 3, 2, 1, 0]

@@ -18,7 +18,12 @@ from pdserve_engine.runner.operate.control import EngineControl
 from support.scripted_engine import ON_P, Engine, ScriptedConsumer, ScriptedProducer
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
-FREEING = {"Places.preempt", "Places.finish", "InFlight.free", "InFlight.free_deferred"}
+FREEING = {
+    "RequestContainers.preempt",
+    "RequestContainers.finish",
+    "InFlight.free",
+    "InFlight.free_deferred",
+}
 FREE = (".kv.free", "_kv.free", "_in_flight.free", ".free_block_ids", ".remove_skipped_blocks")
 HARMLESS = {
     # Of sliding windows, what the token after the prompt does not see: P announces none of it.
@@ -139,7 +144,10 @@ def put_to_sleep(engine: Engine) -> None:
 
 
 RUNNING: dict[str, tuple[Drive, str]] = {
-    "preempt": (lambda e: e.scheduler.places.preempt(e.scheduler.requests["a"]), "on_preempted"),
+    "preempt": (
+        lambda e: e.scheduler.containers.preempt(e.scheduler.requests["a"]),
+        "on_preempted",
+    ),
     "abort": (lambda e: e.core.abort_requests(["a"]), "request_finished"),
     "error": (fail_request, "request_finished"),
     "deadline": (lambda e: e.scheduler.expire_deadlines(math.inf), "request_finished"),
@@ -210,7 +218,7 @@ def test_requests_without_a_handoff_are_no_business_of_the_ports() -> None:
     producer.watch(engine)
     engine.add("a", [1] * 12)
     engine.step()
-    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
+    engine.scheduler.containers.preempt(engine.scheduler.requests["a"])
     engine.run()
     assert set(producer.events) == {"free"}
     assert (consumer.tickets, producer.asked, producer.announced) == ({}, {}, {})

@@ -163,7 +163,7 @@ def preempt_each_once(engine: WorkerEngine) -> None:
             is_due = request.num_output_tokens >= 3 and not request.handoff.needs_remote_kv
             if is_due and request.request_id not in preempted:
                 preempted.add(request.request_id)
-                scheduler.places.preempt(request)
+                scheduler.containers.preempt(request)
         step: SchedulerOutput = schedule()
         return step
 

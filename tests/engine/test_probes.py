@@ -120,8 +120,8 @@ def test_probes_run_few_at_a_time_and_take_no_slot_of_others() -> None:
     most = 0
     while not set(names).isdisjoint(engine.scheduler.requests):
         engine.step()
-        running, ready = engine.scheduler.running, engine.scheduler.places.kv_ready
-        held = [*running, *ready, *engine.scheduler.places.remote_prefills.with_blocks()]
+        running, ready = engine.scheduler.running, engine.scheduler.containers.kv_ready
+        held = [*running, *ready, *engine.scheduler.containers.remote_prefills.with_blocks()]
         most = max(most, sum(request.is_probe for request in held))
         assert sum(not request.is_probe for request in running) == 2, "they go on"
         for name in list(engine.consumer.loading):

@@ -8,7 +8,7 @@ import pytest
 from pdserve_common.types.engine import KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
-from support.scripted_engine import ON_P, Engine, ScriptedProducer, check_places, expected
+from support.scripted_engine import ON_P, Engine, ScriptedProducer, check_containers, expected
 
 ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 
@@ -69,7 +69,7 @@ def test_a_grant_revoked_behind_the_schedulers_back_does_not_start() -> None:
     assert not started(engine)
     assert len(engine.scheduler.waiting) == 1
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    check_places(engine.scheduler)
+    check_containers(engine.scheduler)
 
 
 def test_blocks_are_announced_when_they_are_whole_and_computed() -> None:
@@ -118,7 +118,7 @@ def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
         engine.add(f"{i}", [2] * 12, kv_transfer_params=ON_P)
     engine.step()
     assert list(engine.producer.asked) == ["a", "0", "1"]
-    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
+    engine.scheduler.containers.preempt(engine.scheduler.requests["a"])
     engine.producer.asked.clear()
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
     engine.step()
@@ -279,7 +279,7 @@ def test_a_grant_of_a_full_d_waits_for_p_only_if_a_step_has_no_room_for_it(
     engine.run()
     clock.now_s += 3
     for name in ("a", "b"):
-        engine.scheduler.places.remote_decodes.allow(engine.producer.asked[name], clock())
+        engine.scheduler.containers.remote_decodes.allow(engine.producer.asked[name], clock())
     assert load_of(engine)[0] == 2, "no step was planned since"
     engine.step()
     has_room = step_tokens > 80

@@ -44,7 +44,7 @@ def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well() -> Non
         engine.step()
         for name in list(engine.consumer.loading):
             engine.consumer.finish_load(name)
-        idle = (*scheduler.places.kv_ready, *scheduler.places.remote_prefills.with_blocks())
+        idle = (*scheduler.containers.kv_ready, *scheduler.containers.remote_prefills.with_blocks())
         assert sum(engine.kv.num_blocks_of(request.request_id) for request in idle) <= 16
         stats = scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
         assert stats.num_running_reqs == len(scheduler.running) <= 4
@@ -280,11 +280,11 @@ def test_p_hears_of_claims_that_wait_for_a_preempted_request() -> None:
         engine.add(name, [1] * 8, max_tokens=40)
     for _ in range(50):
         engine.step()
-        if engine.scheduler.places.num_preempted:
+        if engine.scheduler.containers.num_preempted:
             break
     add_claimed(engine, "a", 4)
     engine.step()
-    assert engine.scheduler.places.num_preempted == 1
+    assert engine.scheduler.containers.num_preempted == 1
     assert engine.consumer.deferred == ["a"]
 
 

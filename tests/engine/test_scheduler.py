@@ -263,7 +263,7 @@ def test_the_logprobs_of_a_prompt_are_told_once_though_it_is_computed_twice(
     engine.add("a", list(range(12)), sampling_params=params)
     engine.step()
     engine.step()
-    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
+    engine.scheduler.containers.preempt(engine.scheduler.requests["a"])
     engine.run()
     told = [output.new_prompt_logprobs for output in engine.outputs["a"]]
     assert [lists and lists.logprob_token_ids[0] for lists in told] == [(0,), (4,), (8,)]

@@ -25,7 +25,7 @@ from support.scripted_engine import (
     ScriptedConsumer,
     ScriptedProducer,
     cached_in,
-    check_places,
+    check_containers,
     expected,
     next_drafts,
 )
@@ -183,7 +183,7 @@ class Traffic:
     def grant(self, kind: str) -> None:
         """P: D gives its blocks, or takes them back from a request that has not started."""
         scheduler = self.engine.scheduler
-        decodes = scheduler.places.remote_decodes
+        decodes = scheduler.containers.remote_decodes
         asked = [r for r in decodes if r.request_id in self.producer.asked]
         if kind == "forbid":
             asked = [r for r in scheduler.waiting if r.do_remote_decode]
@@ -243,22 +243,22 @@ class Traffic:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         queue = list(scheduler.waiting)
-        was_faulty = bool(scheduler.places.isolated)
+        was_faulty = bool(scheduler.containers.isolated)
         # As if steps took so long: the next one is planned ahead of short ones.
         self.engine.pretend_last_step(self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
         assert self.engine.cached == cached_in(self.engine.pool)
-        check_places(scheduler)
+        check_containers(scheduler)
         num_probes = sum(request.is_probe for request in scheduler.running)
         assert scheduler.running.num_probes == num_probes, "they come first"
         assert num_probes <= NUM_PROBE_SLOTS
         assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
         # Requests of a failed step come first, and short prompts may overtake chunked ones.
-        is_faulty = was_faulty or bool(scheduler.places.isolated)
+        is_faulty = was_faulty or bool(scheduler.containers.isolated)
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
-            forbidden = set(scheduler.places.remote_decodes)
+            forbidden = set(scheduler.containers.remote_decodes)
             # Probes have slots of their own to wait for.
             before = [r for r in queue if r not in forbidden and not r.is_probe]
             self._check_order(before, set(scheduler.waiting))
@@ -268,9 +268,9 @@ class Traffic:
     def give_up_grammars(self) -> None:
         """Some are never compiled: their requests end, by a deadline or their clients."""
         never = [name for name in self.compiler.compiling if self.rng.random() < 0.5]
-        places = self.engine.scheduler.requests
+        known = self.engine.scheduler.requests
         waiting = [name for name, added in self.added.items() if added.grammar in never]
-        self.engine.core.abort_requests([name for name in waiting if name in places])
+        self.engine.core.abort_requests([name for name in waiting if name in known])
         self.compiler.on_look = lambda: None
         for name in set(self.compiler.compiling) - set(never):
             self.compiler.finish(name)
@@ -281,7 +281,7 @@ class Traffic:
         self.give_up_grammars()
         for _ in range(MAX_SETTLE_STEPS):
             self.claim(limit=1000)
-            for request in self.engine.scheduler.places.remote_decodes:
+            for request in self.engine.scheduler.containers.remote_decodes:
                 if request.request_id in self.producer.asked:
                     self.producer.revoked.discard(request.request_id)
                     self.producer.allow(request.request_id)

@@ -93,7 +93,9 @@ def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> 
 
 def test_a_probe_that_waits_for_a_block_decides_when_there_is_one() -> None:
     engine = decode_engine(num_blocks=64, max_num_seqs=1)
-    engine.scheduler.places.decode_slots.may_grant = lambda *_: True  # more than there are slots
+    engine.scheduler.containers.decode_slots.may_grant = lambda *_: (
+        True
+    )  # more than there are slots
     engine.add("local", [1] * 4, max_tokens=30, attempt=1)  # which need not leave them its own
     pulls = [f"d{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
     for name in pulls:
@@ -223,7 +225,7 @@ def test_isolated_requests_that_wait_for_room_stay_so_when_others_fail() -> None
         engine.consumer.finish_load(name)
     assert fail_in_flight(engine) == {"a", "b"}
     assert fail_in_flight(engine) == {"d1", "d2"}
-    assert len(engine.scheduler.places.isolated) == 4
+    assert len(engine.scheduler.containers.isolated) == 4
     assert fail_in_flight(engine, "a") == {"a"}
     assert fail_in_flight(engine, "b") == {"b"}
     engine.run()
@@ -323,5 +325,5 @@ def test_a_failing_row_counts_as_no_failing_step() -> None:
         engine.rank.errors[name] = error
     engine.run()
     assert not any(PROBE_ID in step.num_scheduled_tokens for step in engine.rank.steps)
-    assert len(engine.scheduler.places.isolated) == 0
+    assert len(engine.scheduler.containers.isolated) == 0
     assert all(engine.outputs[name][-1].error == error for name in bad)

@@ -23,7 +23,7 @@ from support.scripted_engine import (
     Engine,
     ScriptedConsumer,
     ScriptedProducer,
-    check_places,
+    check_containers,
     expected,
 )
 
@@ -64,7 +64,7 @@ def test_it_waits_for_its_grammar_and_then_runs_with_it() -> None:
     engine.run()
     assert status(engine, "a") is RequestStatus.WAITING_FOR_FSM
     assert not engine.core.has_work()
-    check_places(engine.scheduler)
+    check_containers(engine.scheduler)
     engine.compiler.finish("a")
     assert engine.num_wakeups == 1
     engine.run()
@@ -142,7 +142,7 @@ def test_one_that_ends_meanwhile_is_forgotten(clock: Clock) -> None:
         assert engine.finish_reason(name) is reason
         engine.compiler.finish(name)
     engine.run()
-    assert not engine.scheduler.places.waiting_for_fsm
+    assert not engine.scheduler.containers.waiting_for_fsm
     engine.assert_idle()
 
 
@@ -173,7 +173,7 @@ def test_what_has_landed_on_d_waits_for_the_grammar(is_acknowledged: bool) -> No
         engine.consumer.accept("a")
     engine.run()
     assert not [step for step in engine.rank.steps if step.num_scheduled_tokens]
-    check_places(engine.scheduler)
+    check_containers(engine.scheduler)
     engine.compiler.finish("a")
     engine.run()
     if not is_acknowledged:
@@ -230,7 +230,7 @@ def test_a_grammar_that_comes_as_the_blocks_land_starts_its_request_once_or_neve
         partial(engine.compiler.refuse if is_refused else engine.compiler.finish, "a"),
     )
     engine.step()
-    check_places(engine.scheduler)
+    check_containers(engine.scheduler)
     engine.run()
     assert engine.tokens("b") == expected(PROMPT, 4)
     if is_refused:
@@ -296,7 +296,7 @@ def test_tokens_are_the_same_however_late_masks_are(seed: int, async_scheduling:
     for name in rng.sample("xyz", 3):
         for _ in range(rng.randint(0, 5)):
             engine.step()
-            check_places(engine.scheduler)
+            check_containers(engine.scheduler)
         engine.compiler.finish(name)
     engine.run()
     for name in names:

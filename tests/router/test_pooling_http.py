@@ -180,9 +180,9 @@ async def test_others_have_a_turn_between_two_inputs(http, stack, monkeypatch) -
         taken.append(turn)
         take(answer, index, vector)
 
-    def noted_follow(processed, begun, places):
+    def noted_follow(processed, begun, slots):
         followed.append(turn)
-        return follow(processed, begun, places)
+        return follow(processed, begun, slots)
 
     monkeypatch.setattr(EmbeddingsAnswer, "take", noted_take)
     monkeypatch.setattr(stack.server.router, "follow", noted_follow)

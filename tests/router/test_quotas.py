@@ -94,10 +94,10 @@ def reserve(
     admission: Admission,
     requests: Sequence[ProcessedInput],
     *,
-    num_places: int = 1000,
-    places: PartSlots | None = None,
+    num_slots: int = 1000,
+    slots: PartSlots | None = None,
 ) -> list[Reservation]:
-    admission.reserve(requests, num_places=num_places, places=places)
+    admission.reserve(requests, num_slots=num_slots, slots=slots)
     return turns(admission, requests)
 
 
@@ -129,15 +129,15 @@ class Bench:
     def change(self, **limits: int | None) -> None:
         self.limits = {NAME: TenantLimits(name=NAME, **limits)}
 
-    def admit(self, tenant: str = NAME, *, num_places: int = 1000) -> Admission:
-        return self.quotas.admit(tenant, num_places=num_places)
+    def admit(self, tenant: str = NAME, *, num_slots: int = 1000) -> Admission:
+        return self.quotas.admit(tenant, num_slots=num_slots)
 
     def send(
-        self, *requests: ProcessedInput, tenant: str = NAME, num_places: int = 1000
+        self, *requests: ProcessedInput, tenant: str = NAME, num_slots: int = 1000
     ) -> list[Reservation]:
         """As the router does, up to the requests' beginning."""
-        with self.admit(tenant, num_places=num_places) as admission:
-            return reserve(admission, requests, num_places=num_places)
+        with self.admit(tenant, num_slots=num_slots) as admission:
+            return reserve(admission, requests, num_slots=num_slots)
 
     def counted(self, outcome: str, name: str = NAME) -> float | None:
         labels = {"api_key": name, "outcome": outcome}
@@ -443,27 +443,27 @@ def vector() -> ProcessedInput:
     return replace(request, core_request=pooled)
 
 
-def test_a_part_that_ends_leaves_its_place_to_the_next_of_its_call() -> None:
+def test_a_part_that_ends_leaves_its_slot_to_the_next_of_its_call() -> None:
     bench = Bench(max_concurrent_requests=2)
-    with PartSlots() as places:
-        places.num_to_follow = 2
+    with PartSlots() as slots:
+        slots.num_to_follow = 2
         with bench.admit() as admission:
-            (part,) = reserve(admission, [vector()], places=places)
+            (part,) = reserve(admission, [vector()], slots=slots)
         bench.send(processed(1, 1))
         for _ in range(2):
             part.settle(num_prompt_tokens=3)
             with pytest.raises(RateLimitError, match="max_concurrent_requests"):
                 bench.send(processed(1, 1))
-            with bench.quotas.admit_part(NAME, places) as admission:
-                admission.reserve_part(vector(), places)
+            with bench.quotas.admit_part(NAME, slots) as admission:
+                admission.reserve_part(vector(), slots)
                 (part,) = turns(admission, [vector()])
         # Nobody follows the last one.
         part.settle(num_prompt_tokens=3)
         (other,) = bench.send(processed(1, 1))
         other.settle()
-        places.num_to_follow = 1
+        slots.num_to_follow = 1
         with bench.admit() as admission:
-            (part,) = reserve(admission, [vector()], places=places)
+            (part,) = reserve(admission, [vector()], slots=slots)
         part.settle()
         with pytest.raises(RateLimitError, match="max_concurrent_requests"):
             bench.send(processed(1, 1))
@@ -471,19 +471,19 @@ def test_a_part_that_ends_leaves_its_place_to_the_next_of_its_call() -> None:
     bench.send(processed(1, 1))
 
 
-def test_a_place_of_another_account_is_not_taken() -> None:
+def test_a_slot_of_another_account_is_not_taken() -> None:
     """A key leaves the file and comes back while a call of its tenant runs."""
     bench = Bench(max_concurrent_requests=1)
-    with PartSlots() as places:
-        places.num_to_follow = 1
+    with PartSlots() as slots:
+        slots.num_to_follow = 1
         with bench.admit() as admission:
-            (part,) = reserve(admission, [vector()], places=places)
+            (part,) = reserve(admission, [vector()], slots=slots)
         part.settle()
         bench.limits = {}
         bench.quotas.headers(NAME)
         bench.change(max_concurrent_requests=1)
-        with bench.quotas.admit_part(NAME, places) as admission:
-            admission.reserve_part(vector(), places)
+        with bench.quotas.admit_part(NAME, slots) as admission:
+            admission.reserve_part(vector(), slots)
             (part,) = turns(admission, [vector()])
         with pytest.raises(RateLimitError, match="max_concurrent_requests"):
             bench.send(processed(1, 1))
@@ -505,26 +505,26 @@ def test_tenants_without_limits_are_counted_and_others_are_not() -> None:
     assert bench.counted("accepted", "other") == 0
 
 
-def test_a_tenants_waiting_requests_leave_places_for_others() -> None:
+def test_a_tenants_waiting_requests_leave_slots_for_others() -> None:
     bench = Bench()
     bench.limits = {name: TenantLimits(name=name) for name in (NAME, "bob", "carol")}
     waiting: dict[str, list[Reservation]] = {}
-    num_places = 1024
+    num_slots = 1024
     for name in bench.limits:
         waiting[name] = []
         with contextlib.suppress(OverloadedError):
             while True:
-                waiting[name] += bench.send(processed(1, 1), tenant=name, num_places=num_places)
-                num_places -= 1
+                waiting[name] += bench.send(processed(1, 1), tenant=name, num_slots=num_slots)
+                num_slots -= 1
     assert [len(each) for each in waiting.values()] == [768, 192, 48]
-    with pytest.raises(OverloadedError, match="at most 48 may while 16 places are left"):
-        bench.send(processed(1, 1), tenant="carol", num_places=num_places)
+    with pytest.raises(OverloadedError, match="at most 48 may while 16 slots are left"):
+        bench.send(processed(1, 1), tenant="carol", num_slots=num_slots)
     for each in waiting[NAME]:
         each.note_token()
         each.note_token()
-    bench.send(*[processed(1, 1)] * 100, num_places=num_places + 768)
+    bench.send(*[processed(1, 1)] * 100, num_slots=num_slots + 768)
     with pytest.raises(OverloadedError):
-        bench.send(*[processed(1, 1)] * 100, num_places=50)
+        bench.send(*[processed(1, 1)] * 100, num_slots=50)
 
 
 def test_names_in_metrics_are_bounded() -> None:

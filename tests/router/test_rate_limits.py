@@ -371,7 +371,7 @@ async def test_the_body_of_a_request_that_waits_for_its_turn_is_not_held(start: 
         assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_one_key_does_not_take_all_places_to_wait(start: Any) -> None:
+async def test_one_key_does_not_take_all_slots_to_wait(start: Any) -> None:
     text = f"alice:{ALICE}\nbob:{BOB}\n"
     async with start(text, max_num_queued_requests=8, **ONE_AT_A_TIME) as stack:
         worker = OneByOne(stack)
@@ -482,7 +482,7 @@ async def test_a_call_for_vectors_begins_with_what_its_key_may_have_waiting(star
         worker.behave = hang
         waiting = [asyncio.create_task(embed(stack, ALICE, [[5]] * 4))]
         await until(lambda: len(worker.requests) == 4)
-        # With its first input two places are left, and 6 may be the key's.
+        # With its first input two slots are left, and 6 may be the key's.
         waiting.append(asyncio.create_task(embed(stack, ALICE, [[5]] * 4)))
         await until(lambda: stack.server.router.num_in_flight == 6)
         worker.behave = pool

@@ -115,7 +115,7 @@ def run_to_end(
         between()
         results = []
         deadline = time.monotonic() + TIMEOUT_S
-        while core.scheduler.places.waiting_for_fsm or _only_waits(core):
+        while core.scheduler.containers.waiting_for_fsm or _only_waits(core):
             assert time.monotonic() < deadline, "what is waited for does not come"
             time.sleep(0.001)
             results.append(core.poll())

@@ -45,7 +45,7 @@ from pdserve_engine.kv_transfer.ports import (
     StartDeferred,
     StartForbidden,
 )
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths
 from pdserve_engine.spec_decode.proposer import Proposer
@@ -308,22 +308,24 @@ def next_drafts(request: Request, num: int) -> list[int]:
     return expected(list(request.all_token_ids), num)
 
 
-def check_places(scheduler: Scheduler) -> None:
-    """Each request that has not ended is in one container, which its place and status say; those
-    that wait for a turn, a source, a D or a grammar hold no blocks. All compute their own tokens in
+def check_containers(scheduler: Scheduler) -> None:
+    """Each request that has not ended is in one container, as its field and status say; those that
+    wait for a turn, a source, decode or a grammar hold no blocks. All compute their own tokens in
     their own blocks.
     """
-    places = [place for place in vars(scheduler.places).values() if isinstance(place, Place)]
-    found = [request for place in places for request in place]
-    assert len(found) == sum(map(len, places)) == len(scheduler.requests)
+    containers = [
+        each for each in vars(scheduler.containers).values() if isinstance(each, RequestContainer)
+    ]
+    found = [request for each in containers for request in each]
+    assert len(found) == sum(map(len, containers)) == len(scheduler.requests)
     assert set(found) == set(scheduler.requests.values())
-    for place in places:
-        assert all(r.place is place and r.status in place.statuses for r in place)
+    for each in containers:
+        assert all(r.container is each and r.status in each.statuses for r in each)
     with_blocks = {r for r in found if scheduler.kv.num_blocks_of(r.request_id)}
     assert all(bool(r.progress.num_slots) == (r in with_blocks) for r in found)
-    here = scheduler.places
-    for place in (here.waiting, here.forks, here.remote_decodes, here.waiting_for_fsm):
-        assert with_blocks.isdisjoint(place)
+    here = scheduler.containers
+    for each in (here.waiting, here.forks, here.remote_decodes, here.waiting_for_fsm):
+        assert with_blocks.isdisjoint(each)
     for request in found:
         progress = request.progress
         num_tokens = request.num_tokens + progress.num_output_placeholders
@@ -331,7 +333,7 @@ def check_places(scheduler: Scheduler) -> None:
         # A first step that was rolled back may be in flight.
         assert progress.num_finished_tokens >= 0 or request in here.remote_prefills
     num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in found)
-    assert scheduler.places.num_preempted == num_preempted
+    assert scheduler.containers.num_preempted == num_preempted
 
 
 def held(block_ids: tuple[list[int], ...]) -> list[int]:

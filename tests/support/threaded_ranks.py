@@ -12,7 +12,7 @@ from pdserve_common.processes.calls import Answer, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, RankCall
 from pdserve_engine.executor.groups import join_group, placed_ranks
-from pdserve_engine.executor.messages import AdapterCommand, RankPlace
+from pdserve_engine.executor.messages import AdapterCommand, RankSpec
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_copier import BlockCopier
@@ -39,9 +39,9 @@ class ThreadedRanks:
         self.adapters: AdapterStore | None = None
         with placed_ranks(
             config.tensor_parallel_size, num_stages, folder, largest_bytes=largest_bytes
-        ) as places:
+        ) as specs:
             # They wait for each other.
-            self._ranks = list(self._pool.map(self._join, places))
+            self._ranks = list(self._pool.map(self._join, specs))
 
     def load(self) -> LoadedModel:
         return self._all(lambda rank: rank.load())[0]
@@ -95,12 +95,12 @@ class ThreadedRanks:
         self._all(lambda rank: rank.close())
         self._pool.shutdown()
 
-    def _join(self, place: RankPlace) -> UniprocExecutor:
+    def _join(self, spec: RankSpec) -> UniprocExecutor:
         join = partial(join_group, device=torch.device("cpu"))
-        stage = Stage(place.stage, place.num_stages, join(place.before), join(place.after))
-        group = join(place.tensor_parallel)
-        source = ModelSource(self._config, place.rank, group, stage)
-        rank = Rank(self._config, source, name=f"rank-{place.rank}")
+        stage = Stage(spec.stage, spec.num_stages, join(spec.before), join(spec.after))
+        group = join(spec.tensor_parallel)
+        source = ModelSource(self._config, spec.rank, group, stage)
+        rank = Rank(self._config, source, name=f"rank-{spec.rank}")
         return UniprocExecutor(rank, async_scheduling=True)
 
     def _all(self, function: Callable[[UniprocExecutor], T]) -> list[T]:

@@ -2,7 +2,7 @@
 
 gRPC's core keeps what has come of a message until the last byte is there. While nobody asks for a
 message its sender gets no further than the stream's window (64 KiB, see `rpc.server_options`), so a
-call asks only once it has a place. What refuses a call before that, as API keys do, receives
+call asks only once it has a slot. What refuses a call before that, as API keys do, receives
 nothing of it.
 """
 
@@ -22,16 +22,16 @@ from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, Ov
 from pdserve_common.limits.names import SLOW_MESSAGE, TOO_MANY_STREAMS
 from pdserve_common.limits.receive_slots import (
     RETRY_AFTER_MS,
-    Place,
     ReceiveLimits,
+    ReceiveSlot,
     ReceiveSlots,
 )
 from pdserve_common.rpc.channels import rpc_errors
 
-# Calls that need no key, some of which stay open for ever: they are few, and take no place of
+# Calls that need no key, some of which stay open for ever: they are few, and take no slot of
 # requests.
 FREE_METHODS = ("/grpc.health.", "/grpc.reflection.")
-_FREE_LIMITS = ReceiveLimits(num_places=4, num_per_address=3, num_per_connection=1, num_waiting=64)
+_FREE_LIMITS = ReceiveLimits(num_slots=4, num_per_address=3, num_per_connection=1, num_waiting=64)
 _MAX_FREE_STREAMS = 256
 _MAX_FREE_STREAMS_OF_CONNECTION = 16
 
@@ -73,10 +73,10 @@ class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Messages:
-    """Receives messages one by one, each in a place of its own."""
+    """Receives messages one by one, each in a slot of its own."""
 
     def __init__(self, limits: ReceiveLimits, on_limit: OnLimit) -> None:
-        self._places = ReceiveSlots(limits, on_limit)
+        self._slots = ReceiveSlots(limits, on_limit)
         self._timeout_s = limits.timeout_s
         self._on_limit = on_limit
 
@@ -99,19 +99,19 @@ class _Messages:
             yield _parse(data, deserialize)
 
     async def _receive(self, context: grpc.aio.ServicerContext) -> Any:
-        place = await self._places.take(context.peer())
+        slot = await self._slots.take(context.peer())
         # Not cancelled when it takes too long: gRPC would lose the message's memory if it came at
-        # that moment. It ends with the call, and so does its place.
+        # that moment. It ends with the call, and so does its slot.
         reading = asyncio.ensure_future(context.read())
-        reading.add_done_callback(partial(_give_back, place))
+        reading.add_done_callback(partial(_give_back, slot))
         await asyncio.wait(
-            (reading, place.revoked),
+            (reading, slot.revoked),
             timeout=self._timeout_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if reading.done():
             return reading.result()
-        if place.revoked.done():
+        if slot.revoked.done():
             raise OverloadedError(
                 "the message was slow to come and others wait", retry_after_ms=RETRY_AFTER_MS
             )
@@ -236,7 +236,7 @@ def _parse(data: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
         raise InvalidRequestError(f"the message cannot be parsed: {error}") from None
 
 
-def _give_back(place: Place, reading: asyncio.Future[Any]) -> None:
+def _give_back(slot: ReceiveSlot, reading: asyncio.Future[Any]) -> None:
     if not reading.cancelled():
         reading.exception()  # nobody may be left to look at it
-    place.give_back()
+    slot.give_back()

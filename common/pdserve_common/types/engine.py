@@ -373,7 +373,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return self.finish_reason is not None
 
 
-_SLOTS = "Places in the batch (max_num_seqs) by state: used or free"
+_SLOTS = "Slots in the batch (max_num_seqs) by state: used or free"
 _KV_BLOCKS = "KV blocks by state: used, cached (content can be taken back) or free (has none)"
 _SLOT_USAGE = "Used slots / all slots"
 _KV_USAGE = "Held KV blocks / all KV blocks"
@@ -383,7 +383,7 @@ _KV_USAGE = "Held KV blocks / all KV blocks"
 class SchedulerStats:
     """The engine's load after a step. Figures say which metric shows them (`figures.py`)."""
 
-    # Places in the batch.
+    # Slots in the batch.
     num_slots: int = 0
     num_running_reqs: int = figures.gauge("pdserve_requests_running", "Requests in the batch")
     num_waiting_reqs: int = figures.gauge(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pdserve_engine.config import NUM_PROBE_SLOTS, SchedulerConfig
 from pdserve_engine.core.handoff.remote_prefill import Room
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request
@@ -16,17 +16,19 @@ from pdserve_engine.request.request import Request
 class Admission:
     """Counts what admitted requests have and need; changes nothing."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, places: Places) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, containers: RequestContainers
+    ) -> None:
         self._config = config
         self._kv = kv
-        self._places = places
+        self._containers = containers
 
     def may_add(self, request: Request, plan: StepPlan) -> bool:
         """May the request join the batch?"""
         if not plan.takes_more:
             return False
         if not request.is_probe:
-            return self._places.decode_slots.num_free > 0
+            return self._containers.decode_slots.num_free > 0
         # A pull has its slot with its blocks.
         return request.progress.num_slots > 0 or self.num_free_probe_slots() > 0
 
@@ -54,13 +56,13 @@ class Admission:
 
     def room_for_pulls(self) -> Room:
         """Return what limits grants to pulls."""
-        places = self._places
+        containers = self._containers
         landed = (request for request in self._without_slot() if request.do_remote_prefill)
-        pulls = itertools.chain(places.remote_prefills.with_blocks(), landed)
+        pulls = itertools.chain(containers.remote_prefills.with_blocks(), landed)
         return Room(
             num_held=sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls),
             num_spare=self.num_spare_blocks(),
-            slot_forecast=places.decode_slots.look_ahead(places.num_ahead),
+            slot_forecast=containers.decode_slots.look_ahead(containers.num_ahead),
         )
 
     def num_missing_blocks(self, request: Request) -> int:
@@ -74,16 +76,16 @@ class Admission:
 
     def _without_slot(self) -> Iterator[Request]:
         """Requests that own all their blocks and find no slot in the batch."""
-        ready = (request for request in self._places.kv_ready if not request.is_probe)
-        return itertools.islice(ready, self._places.decode_slots.num_free, None)
+        ready = (request for request in self._containers.kv_ready if not request.is_probe)
+        return itertools.islice(ready, self._containers.decode_slots.num_free, None)
 
     def _admitted(self) -> Iterator[Request]:
         """Requests that own blocks. Pulls count: they cannot be preempted, so their first decode
         step must find its block.
         """
-        places = self._places
-        pulls = places.remote_prefills.with_blocks()
-        return itertools.chain(places.running, places.kv_ready, pulls)
+        containers = self._containers
+        pulls = containers.remote_prefills.with_blocks()
+        return itertools.chain(containers.running, containers.kv_ready, pulls)
 
     def _num_reserved_blocks(self) -> int:
         return sum(map(self.num_missing_blocks, self._admitted()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pdserve_common.errors import RequestFailedError
 from pdserve_common.types.engine import DraftStats, EngineError, LogprobsLists
 from pdserve_engine.core.admission import Admission
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.outputs import Outputs
 from pdserve_engine.request.progress import ScheduledTokens
@@ -22,7 +22,7 @@ class Results:
     def __init__(
         self,
         kv: KVCacheManager,
-        places: Places,
+        containers: RequestContainers,
         admission: Admission,
         outputs: Outputs,
         *,
@@ -30,7 +30,7 @@ class Results:
     ) -> None:
         """`on_draft` is told of each draft that was checked."""
         self._kv = kv
-        self._places = places
+        self._containers = containers
         self._admission = admission
         self._outputs = outputs
         self._on_draft = on_draft
@@ -84,7 +84,7 @@ class Results:
         if request.error is not None:
             self.finish(request, RequestStatus.FINISHED_ERROR, request.error)
         elif answer is not None:
-            self._places.finish(request, RequestStatus.FINISHED_STOPPED)
+            self._containers.finish(request, RequestStatus.FINISHED_STOPPED)
             self._outputs.emit(request, pooling_output=answer)
 
     def apply_token(self, request: Request, token_id: int) -> None:
@@ -102,8 +102,8 @@ class Results:
             self._kv.cache_blocks(request, num_finished)
         self._kv.remove_skipped_blocks(request, num_finished)
         if status is not None:
-            self._places.decode_slots.on_end(request)
-            self._places.finish(request, status)
+            self._containers.decode_slots.on_end(request)
+            self._containers.finish(request, status)
         self._outputs.emit(request)
 
     def apply_pulled_tokens(self, request: Request) -> None:
@@ -119,19 +119,19 @@ class Results:
     ) -> None:
         """End a request and tell its client."""
         request.error = error
-        self._places.finish(request, status)
+        self._containers.finish(request, status)
         self._outputs.emit(request)
 
     def release_forks(self, source: Request) -> None:
         """The source's prompt is computed: its forks share the full blocks, and compute what comes
         behind those, if there is room; else they wait like any other request.
         """
-        forks = self._places.forks
+        forks = self._containers.forks
         for fork in forks.take(source):
             if self._admission.has_room_for_fork(source) and forks.share(source, fork):
-                self._places.kv_ready.add(fork)
+                self._containers.kv_ready.add(fork)
             else:
-                self._places.waiting.add_request(fork)
+                self._containers.waiting.add_request(fork)
 
     def _settle_blocks(self, request: Request, result: ModelRunnerOutput) -> None:
         """What is computed may be had by others, unless it has brought NaN; what is out of all
@@ -146,7 +146,7 @@ class Results:
     def _share_blocks(self, request: Request) -> None:
         """What is computed may be had by others."""
         self._kv.cache_blocks(request, request.progress.num_finished_tokens)
-        self._places.remote_decodes.announce(request)
+        self._containers.remote_decodes.announce(request)
         if request.is_prompt_computed:
             self.release_forks(request)
 
@@ -154,7 +154,7 @@ class Results:
         """A step that was to bring tokens has brought `num_new`; none if its grammar was late."""
         num_kept = 1 if request.error is not None else num_new
         request.progress.sampled(scheduled.num_sampled_tokens, num_kept)
-        self._places.num_late_masks += num_kept == 0
+        self._containers.num_late_masks += num_kept == 0
 
     def _emit_result(
         self,
@@ -171,14 +171,14 @@ class Results:
         if prompt_logprobs is not None:
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
         if num_new:
-            self._places.isolated.remove(request)
+            self._containers.isolated.remove(request)
             if status is None and request.num_output_tokens >= request.output_limit:
                 # Prefill's part ends with the first token; is_handed_off tells this from a real
                 # end.
                 status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is not None:
-            self._places.decode_slots.on_end(request)
-            self._places.finish(request, status)
+            self._containers.decode_slots.on_end(request)
+            self._containers.finish(request, status)
         elif not num_new and prompt_logprobs is None:
             return
         logprobs = result.logprobs.get(request.request_id)

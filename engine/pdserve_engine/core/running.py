@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 
-class Running(Place):
+class Running(RequestContainer):
     """Requests in the batch: probes first, then in the order in which they joined."""
 
     statuses = (RequestStatus.RUNNING,)
@@ -55,7 +55,7 @@ class Running(Place):
         self.num_common_prefix_blocks = ()
 
 
-class KVReady(Place):
+class KVReady(RequestContainer):
     """Requests that own blocks with KV, pulled or shared by a fork's source, and for which there
     was no slot in the batch yet: probes first, then in the order in which they came.
     """

@@ -43,7 +43,7 @@ from pdserve_engine.core.features.waiting_for_fsm import CompileGrammar, Waiting
 from pdserve_engine.core.handoff.kv_events import KVEvents
 from pdserve_engine.core.handoff.prefixes import PrefixLoans, PrefixPulls
 from pdserve_engine.core.in_flight import InFlight
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.results import Results
 from pdserve_engine.core.step_plan import DECODE, StepPlan
 from pdserve_engine.core.step_planner import Planner
@@ -115,7 +115,7 @@ class Scheduler:
             encoder_cache_size(vision, config.max_num_batched_tokens)
         )
         self.in_flight = InFlight(self.kv, self.encoder_cache)
-        self.places = Places(
+        self.containers = RequestContainers(
             config,
             self.kv,
             self.in_flight,
@@ -128,18 +128,18 @@ class Scheduler:
             waiting_for_fsm=WaitingForFSM(compile_grammar, wakeup),
             clock=clock,
         )
-        self.requests = self.places.requests
-        self.waiting = self.places.waiting
-        self.running = self.places.running
+        self.requests = self.containers.requests
+        self.waiting = self.containers.waiting
+        self.running = self.containers.running
         self._offload: OffloadPort = NoConnector() if offload is None else offload
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
-        self._admission = Admission(config, self.kv, self.places)
+        self._admission = Admission(config, self.kv, self.containers)
         self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
-        self._draft_prefills = DraftPrefills(config, self.kv, self.places, self._drafts)
+        self._draft_prefills = DraftPrefills(config, self.kv, self.containers, self._drafts)
         self._planner = Planner(
             config,
             self.kv,
-            self.places,
+            self.containers,
             self._admission,
             self.in_flight,
             self.encoder_cache,
@@ -147,10 +147,10 @@ class Scheduler:
             clock,
         )
         self._results = Results(
-            self.kv, self.places, self._admission, self._outputs, on_draft=self._on_draft
+            self.kv, self.containers, self._admission, self._outputs, on_draft=self._on_draft
         )
         self._kv_events = KVEvents(
-            self.kv, self.places, self._results, self.in_flight, self._outputs
+            self.kv, self.containers, self._results, self.in_flight, self._outputs
         )
 
     # ---- requests in and out
@@ -195,7 +195,7 @@ class Scheduler:
         """Return the earliest deadline (by the clock) of a request that is not over, or of the wait
         for its prefix.
         """
-        waits = (each.next_deadline for each in self.places.prefixes)
+        waits = (each.next_deadline for each in self.containers.prefixes)
         deadlines = (self._deadlines.next(), *waits)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -205,9 +205,11 @@ class Scheduler:
 
     def has_admitted_requests(self) -> bool:
         """Is any request computed, half computed, or does it hold or pull blocks?"""
-        places = self.places
-        is_running = places.running or places.kv_ready or places.num_preempted or self.in_flight
-        is_pulling = any(places.prefixes) or any(places.remote_prefills.with_blocks())
+        containers = self.containers
+        is_running = (
+            containers.running or containers.kv_ready or containers.num_preempted or self.in_flight
+        )
+        is_pulling = any(containers.prefixes) or any(containers.remote_prefills.with_blocks())
         return bool(is_running or is_pulling)
 
     def has_schedulable_requests(self) -> bool:
@@ -215,13 +217,13 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
         # After a speculative first step it waits as well.
-        if self.places.kv_ready or not all(
+        if self.containers.kv_ready or not all(
             request.handoff.needs_remote_kv for request in self.running
         ):
             return True
         if self.pause_state is PauseState.UNPAUSED:
             return len(self.waiting) > 0 or self._draft_prefills.has_any()
-        return bool(self.places.num_preempted) and any(
+        return bool(self.containers.num_preempted) and any(
             request.status is RequestStatus.PREEMPTED for request in self.waiting
         )
 
@@ -232,7 +234,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self.places.num_preemptions
+        return self.containers.num_preemptions
 
     @property
     def num_open_sessions(self) -> int:
@@ -241,12 +243,16 @@ class Scheduler:
 
     @property
     def _ports(self) -> tuple[KVPort, ...]:
-        places = self.places
-        return (*places.ports, *(each.port for each in places.prefixes), self._prefix_loans.port)
+        containers = self.containers
+        return (
+            *containers.ports,
+            *(each.port for each in containers.prefixes),
+            self._prefix_loans.port,
+        )
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
         """End the sessions of requests that were handed off. Unknown ids are ignored."""
-        self.places.remote_decodes.abort_sessions(request_ids)
+        self.containers.remote_decodes.abort_sessions(request_ids)
 
     def fence_all(self, reason: str) -> None:
         """End every KV session before blocks change hands (rule K3)."""
@@ -279,10 +285,10 @@ class Scheduler:
             plan = self._plan()
             self._draft_prefills.add(plan)
         if self.pause_state is PauseState.UNPAUSED:
-            self.places.remote_decodes.on_step(has_room=plan.takes_more)
+            self.containers.remote_decodes.on_step(has_room=plan.takes_more)
         self.needs_drain = plan.needs_drain
         if plan.scheduled:
-            self.places.decode_slots.on_step()
+            self.containers.decode_slots.on_step()
         return self.in_flight.add(plan, self.running.count_common_prefix_blocks())
 
     def _plan(self) -> StepPlan:
@@ -300,30 +306,30 @@ class Scheduler:
 
     def update_from_kv_transfer(self) -> None:
         """Apply what the ports and the grammar compiler report, then see who may have blocks."""
-        for request, error in self.places.waiting_for_fsm.take_compiled():
+        for request, error in self.containers.waiting_for_fsm.take_compiled():
             self._apply_grammar(request, error)
         self._kv_events.apply()
-        places = self.places
-        for request in places.tier_loads.take_ready():
+        containers = self.containers
+        for request in containers.tier_loads.take_ready():
             self._queue_with_tiers(request)
-        for request in places.prefix_pulls.take_ready():
+        for request in containers.prefix_pulls.take_ready():
             self._queue_with_prefix(request)
         self._prefix_loans.apply(self._admission.num_spare_blocks)
         if self.pause_state is PauseState.UNPAUSED:
-            places.remote_prefills.grant_probes(self._admission.num_free_probe_slots)
+            containers.remote_prefills.grant_probes(self._admission.num_free_probe_slots)
             # Preempted requests come first, or a stream of small claims would keep them out for
             # ever.
-            if not places.num_preempted:
-                places.remote_prefills.grant_claims(
-                    self._admission.room_for_pulls, places.waiting_since
+            if not containers.num_preempted:
+                containers.remote_prefills.grant_claims(
+                    self._admission.room_for_pulls, containers.waiting_since
                 )
-            places.remote_prefills.defer_claims()
-            places.remote_decodes.ask_next()
+            containers.remote_prefills.defer_claims()
+            containers.remote_decodes.ask_next()
             return
         is_all = self.pause_state is PauseState.PAUSED_ALL
-        places.remote_decodes.take_back(even_preempted=is_all)
-        if not is_all and places.num_preempted:
-            places.remote_decodes.ask_preempted()
+        containers.remote_decodes.take_back(even_preempted=is_all)
+        if not is_all and containers.num_preempted:
+            containers.remote_decodes.ask_preempted()
 
     def update_from_output(self, result: ModelRunnerOutput, duration_s: float) -> None:
         """Apply what the oldest step in flight computed, which took so long."""
@@ -337,7 +343,7 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.observe_step(step, result, duration_s)
         results, annotated_ids = self._results, result.annotated_ids
-        is_awaited = bool(self.places.forks or self.places.isolated)
+        is_awaited = bool(self.containers.forks or self.containers.isolated)
         for request, scheduled in step.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
@@ -372,27 +378,27 @@ class Scheduler:
             if request.handoff.needs_remote_kv:
                 self._kv_events.rollback_first_step(request)
             else:
-                self.places.preempt(request)
+                self.containers.preempt(request)
         if len(failed) == 1:
             error = RequestFailedError(message).to_engine_error()
             request_ids = [r.request_id for r in failed]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
-            self.places.isolated.note_failed(failed)
+            self.containers.isolated.note_failed(failed)
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""
         self.add_request(request)
-        self.places.isolated.put_first(request)
+        self.containers.isolated.put_first(request)
 
     def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
         """Return the load after a step."""
-        pool, places = self.kv.block_pool, self.places
-        decodes = places.remote_decodes
+        pool, containers = self.kv.block_pool, self.containers
+        decodes = containers.remote_decodes
         num_waiting = len(self.requests) - len(self.running)
-        num_here = num_waiting - len(places.remote_prefills) - len(decodes)
-        waiting_for_prefix = [request for each in places.prefixes for request in each]
-        num_here -= len(places.waiting_for_fsm) + len(waiting_for_prefix)
+        num_here = num_waiting - len(containers.remote_prefills) - len(decodes)
+        waiting_for_prefix = [request for each in containers.prefixes for request in each]
+        num_here -= len(containers.waiting_for_fsm) + len(waiting_for_prefix)
         num_tokens = self.waiting.num_tokens + decodes.num_tokens
         num_tokens += sum(request.num_tokens for request in waiting_for_prefix)
         held_up = decodes.held_up
@@ -409,12 +415,12 @@ class Scheduler:
             prefix_cache_queries=self.kv.prefix_cache_queries,
             prefix_cache_hits=self.kv.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
-            num_late_masks=places.num_late_masks,
+            num_late_masks=containers.num_late_masks,
             num_loras=len(self.adapters),
             num_lora_loads=self.adapters.num_loads,
             num_lora_evictions=self.adapters.num_evictions,
             num_lora_steps=self.adapters.num_steps,
-            num_waiting_for_fsm_reqs=len(places.waiting_for_fsm),
+            num_waiting_for_fsm_reqs=len(containers.waiting_for_fsm),
             num_common_prefix_blocks=max(self.running.num_common_prefix_blocks, default=0),
             step_num_tokens=step_num_tokens,
             step_duration_s=step_duration_s,
@@ -428,7 +434,7 @@ class Scheduler:
 
     def _put(self, request: Request) -> None:
         """Put a new request where it waits, or refuse it."""
-        decodes, prefills = self.places.remote_decodes, self.places.remote_prefills
+        decodes, prefills = self.containers.remote_decodes, self.containers.remote_prefills
         if not (decodes.can_serve(request) and prefills.can_serve(request)):
             refusal = InvalidRequestError(
                 "kv_transfer_params is set, this worker has no KV connector",
@@ -441,22 +447,24 @@ class Scheduler:
             gone = adapter_not_held(request.core_request.lora_request)
             self._results.finish(request, RequestStatus.FINISHED_ERROR, gone.to_engine_error())
             return
-        error = refuse_pictures(request, self._vision) or self.places.waiting_for_fsm.start(request)
+        error = refuse_pictures(request, self._vision) or self.containers.waiting_for_fsm.start(
+            request
+        )
         is_ticket = prefills.add(request)  # also one that ends at once: its connector knows of it
         if error is not None:
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
         elif is_ticket:
             return
-        elif self.places.waiting_for_fsm.has_grammar(request):
+        elif self.containers.waiting_for_fsm.has_grammar(request):
             self._queue(request)
         else:
-            self.places.waiting_for_fsm.add(request)
+            self.containers.waiting_for_fsm.add(request)
 
     def _apply_grammar(self, request: Request, error: PdserveError | None) -> None:
         """The grammar of a request that was waited for is ready: it may start, or ends."""
         if error is not None:
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
-        elif request in self.places.remote_prefills:
+        elif request in self.containers.remote_prefills:
             self._kv_events.queue_landed(request)
         else:
             request.leave()
@@ -464,12 +472,12 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         """Put a new request where it waits for the start of its prompt, or for its turn."""
-        if not self._waits_for(self.places.tier_loads, request):
+        if not self._waits_for(self.containers.tier_loads, request):
             self._queue_with_tiers(request)
 
     def _queue_with_tiers(self, request: Request) -> None:
         """The same of one for which the tiers have no more than is here."""
-        if not self._waits_for(self.places.prefix_pulls, request):
+        if not self._waits_for(self.containers.prefix_pulls, request):
             self._queue_with_prefix(request)
 
     def _waits_for(self, pulls: PrefixPulls, request: Request) -> bool:
@@ -482,13 +490,13 @@ class Scheduler:
         _, request.num_cached_when_queued = self.kv.get_computed_blocks(
             request, request.num_tokens - 1
         )
-        if self.places.remote_decodes.add(request):
+        if self.containers.remote_decodes.add(request):
             return
         source = find_source(request, self.requests)
         if source is None:
             self.waiting.insert_request(request)
             return
-        self.places.forks.add(source, request)
+        self.containers.forks.add(source, request)
         if source.is_prompt_computed:
             self._results.release_forks(source)
 
@@ -501,11 +509,11 @@ class Scheduler:
         assert request.core_request.attempt > earlier.core_request.attempt, (
             "the front end refuses others"
         )
-        places = self.places
-        forks = places.forks.take(earlier)
-        places.finish(earlier, RequestStatus.FINISHED_ABORTED)
+        containers = self.containers
+        forks = containers.forks.take(earlier)
+        containers.finish(earlier, RequestStatus.FINISHED_ABORTED)
         for fork in forks:
             if find_source(fork, {request.request_id: request}) is request:
-                places.forks.add(request, fork)
+                containers.forks.add(request, fork)
             else:
-                places.waiting.add_request(fork)
+                containers.waiting.add_request(fork)

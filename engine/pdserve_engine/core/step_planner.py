@@ -14,7 +14,7 @@ from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.features.drafts import Drafts
 from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.in_flight import InFlight
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request, RequestStatus
@@ -41,7 +41,7 @@ class Planner:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        places: Places,
+        containers: RequestContainers,
         admission: Admission,
         in_flight: InFlight,
         encoder_cache: EncoderCacheManager,
@@ -51,7 +51,7 @@ class Planner:
         self._config = config
         self._drafts = drafts
         self._kv = kv
-        self._places = places
+        self._containers = containers
         self._admission = admission
         self._in_flight = in_flight
         self._encoder_cache = encoder_cache
@@ -66,7 +66,7 @@ class Planner:
             admits_new,
             tells_tokens=self._config.num_stages > 1,
         )
-        isolated = self._places.isolated.next()
+        isolated = self._containers.isolated.next()
         if isolated is not None:
             self._schedule_isolated(isolated, plan)
         elif self._config.scheduling_mode == "v0":
@@ -99,8 +99,8 @@ class Planner:
 
     def _schedule_probes(self, plan: StepPlan) -> None:
         """Before all else: they are to find out in time that a worker works, however busy it is."""
-        self._schedule_those(self._places.running.probes(), plan)
-        kv_ready, waiting = self._places.kv_ready, self._places.waiting
+        self._schedule_those(self._containers.running.probes(), plan)
+        kv_ready, waiting = self._containers.kv_ready, self._containers.waiting
         if kv_ready and kv_ready.peek().is_probe:
             self._schedule_kv_ready(plan, is_probe=True)
         while plan.admits_new and len(waiting):
@@ -111,7 +111,7 @@ class Planner:
                 return
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        self._schedule_those(list(self._places.running), plan)
+        self._schedule_those(list(self._containers.running), plan)
 
     def _schedule_those(self, running: Iterable[Request], plan: StepPlan) -> None:
         is_pipelined = self._config.num_stages > 1
@@ -133,7 +133,7 @@ class Planner:
         `is_decode` takes only those that have one token left to compute, or only the others;
         `is_probe` only probes.
         """
-        kv_ready = self._places.kv_ready
+        kv_ready = self._containers.kv_ready
         while kv_ready and self._admission.may_add(kv_ready.peek(), plan):
             request = kv_ready.peek()
             if is_decode is not None and is_decode != (request.num_uncomputed_tokens == 1):
@@ -147,8 +147,8 @@ class Planner:
             self._start_running(request, num_tokens, plan)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        places, waiting = self._places, self._places.waiting
-        if places.remote_prefills.come_before(places.waiting_since):
+        containers, waiting = self._containers, self._containers.waiting
+        if containers.remote_prefills.come_before(containers.waiting_since):
             self._schedule_preempted(plan)
             return
         skipped: list[Request] = []
@@ -159,7 +159,7 @@ class Planner:
                 continue
             if not self._admission.may_add(request, plan):
                 break
-            if not (request.has_begun or places.decode_slots.may_run()):
+            if not (request.has_begun or containers.decode_slots.may_run()):
                 break
             outcome = self._admit(request, plan)
             if outcome is _Outcome.NO_ROOM:
@@ -173,9 +173,9 @@ class Planner:
 
     def _schedule_preempted(self, plan: StepPlan) -> None:
         """While nothing new is taken, those that had been running still finish."""
-        if self._places.num_preempted == 0:
+        if self._containers.num_preempted == 0:
             return
-        for request in [r for r in self._places.waiting if r.status is RequestStatus.PREEMPTED]:
+        for request in [r for r in self._containers.waiting if r.status is RequestStatus.PREEMPTED]:
             if not self._admission.may_add(request, plan):
                 return
             self._admit(request, plan)
@@ -249,7 +249,7 @@ class Planner:
             return _Outcome.NO_ROOM
         if self._kv.allocate_slots(request, num_hit_tokens + num_tokens, blocks) is None:
             return _Outcome.NO_ROOM
-        if not self._places.remote_decodes.may_start(request):
+        if not self._containers.remote_decodes.may_start(request):
             self._kv.free(request)
             return _Outcome.NO_ROOM
         if plan.num_reserved_blocks is not None:
@@ -257,7 +257,7 @@ class Planner:
         self._kv.record_lookup(request, num_hit_tokens)
         request.progress.found(num_hit_tokens)
         self._start_running(request, num_tokens, plan)
-        self._places.remote_decodes.start(request)
+        self._containers.remote_decodes.start(request)
         return _Outcome.ADMITTED
 
     def _find_cached(self, request: Request) -> tuple[ComputedBlocks, int]:
@@ -269,7 +269,7 @@ class Planner:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
         request.record_event(EngineCoreEventType.SCHEDULED)
-        self._places.start(request)
+        self._containers.start(request)
         self._take(request, num_tokens, request.num_uncomputed_tokens, plan)
         plan.new_reqs.append(
             NewRequestData(
@@ -300,7 +300,7 @@ class Planner:
             block_ids = self._kv.allocate_slots(request, target)
             if block_ids is not None:
                 return block_ids
-            if self._places.remote_prefills.reclaim():
+            if self._containers.remote_prefills.reclaim():
                 continue
             if self._in_flight:
                 plan.needs_drain = True
@@ -308,11 +308,11 @@ class Planner:
             victim = self._choose_victim()
             plan.give_back(victim)
             plan.has_preempted = True
-            self._places.preempt(victim)
+            self._containers.preempt(victim)
             if victim is request:
                 return None
 
     def _choose_victim(self) -> Request:
         # None whose first step is speculative: rolled back, it still keeps its blocks.
-        victims = [r for r in self._places.running if not r.handoff.needs_remote_kv]
+        victims = [r for r in self._containers.running if not r.handoff.needs_remote_kv]
         return max(victims) if self._config.scheduling_policy == "priority" else victims[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve_engine.executor.messages import GroupPlace, RankPlace
+from pdserve_engine.executor.messages import GroupRank, RankSpec
 from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.isa import KernelsUnavailable
 from pdserve_kernels.cpu.shared_group import SharedGroup
@@ -31,7 +31,7 @@ def placed_ranks(
     *,
     largest_bytes: int,
     is_on_cpu: bool = True,
-) -> Iterator[list[RankPlace]]:
+) -> Iterator[list[RankSpec]]:
     """Yield where each rank is. Groups meet in memory, which the ranks inherit before this ends, or
     on GPUs and where there is no compiled library by files in the folder. What they tell each other
     is `largest_bytes` at most, mostly.
@@ -41,13 +41,13 @@ def placed_ranks(
     has_memory = is_on_cpu and _has_library()
     memories: list[int] = []
 
-    def make_group(group_size: int, name: str) -> list[GroupPlace]:
+    def make_group(group_size: int, name: str) -> list[GroupRank]:
         memory_fd = SharedGroup.create_memory(group_size, slot_bytes) if has_memory else None
         if memory_fd is not None:
             memories.append(memory_fd)
         path = str(folder / name)
         return [
-            GroupPlace(rank, group_size, memory_fd, slot_bytes, path) for rank in range(group_size)
+            GroupRank(rank, group_size, memory_fd, slot_bytes, path) for rank in range(group_size)
         ]
 
     try:
@@ -57,7 +57,7 @@ def placed_ranks(
             for stage in range(num_stages - 1)
         ]
         yield [
-            RankPlace(
+            RankSpec(
                 rank=stage * size + part,
                 stage=stage,
                 num_stages=num_stages,
@@ -73,24 +73,22 @@ def placed_ranks(
             os.close(memory_fd)
 
 
-def memories_of(place: RankPlace) -> list[int]:
+def memories_of(spec: RankSpec) -> list[int]:
     """Return the descriptors that a rank has to inherit."""
-    groups = (getattr(place, field.name) for field in fields(place))
-    found = (group.memory_fd for group in groups if isinstance(group, GroupPlace))
+    groups = (getattr(spec, field.name) for field in fields(spec))
+    found = (group.memory_fd for group in groups if isinstance(group, GroupRank))
     return [memory_fd for memory_fd in found if memory_fd is not None]
 
 
-def join_group(place: GroupPlace | None, device: torch.device) -> Group | None:
-    """Return the group for tensors of a rank's device; None for no place."""
-    if place is None:
+def join_group(spec: GroupRank | None, device: torch.device) -> Group | None:
+    """Return the group for tensors of a rank's device; None for none."""
+    if spec is None:
         return None
     if device.type == "cuda":
-        return DeviceGroup(place.store_path, rank=place.rank, size=place.size, device=device)
-    if place.memory_fd is None:
-        return DistributedGroup(place.store_path, rank=place.rank, size=place.size)
-    return SharedGroup(
-        place.memory_fd, rank=place.rank, size=place.size, slot_bytes=place.slot_bytes
-    )
+        return DeviceGroup(spec.store_path, rank=spec.rank, size=spec.size, device=device)
+    if spec.memory_fd is None:
+        return DistributedGroup(spec.store_path, rank=spec.rank, size=spec.size)
+    return SharedGroup(spec.memory_fd, rank=spec.rank, size=spec.size, slot_bytes=spec.slot_bytes)
 
 
 def _has_library() -> bool:

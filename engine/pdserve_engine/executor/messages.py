@@ -20,7 +20,7 @@ from pdserve_engine.runner.rank_calls import RANK_CALLS
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupRank:
     """Where some processes find each other: in memory that they have inherited, or by a file."""
 
     rank: int
@@ -32,17 +32,17 @@ class GroupPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
+class RankSpec:
     """Which rank a process is, and the groups that it is in."""
 
     rank: int
     stage: int
     num_stages: int
     # The ranks of its stage; None: it is alone.
-    tensor_parallel: GroupPlace | None
+    tensor_parallel: GroupRank | None
     # It and the stage before, it and the stage behind.
-    before: GroupPlace | None
-    after: GroupPlace | None
+    before: GroupRank | None
+    after: GroupRank | None
 
 
 # ---- to a rank
@@ -66,7 +66,7 @@ class LoadRank(Call[LoadedRank]):
 
     config: EngineConfig
     name: str
-    place: RankPlace
+    spec: RankSpec
     log_level: str
 
 

@@ -72,10 +72,10 @@ class MultiprocExecutor:
             # A step's sums, in fp32.
             largest_bytes=config.scheduler.max_num_batched_tokens * hidden_size * 4,
             is_on_cpu=config.device == "cpu",
-        ) as self._places:
+        ) as self._specs:
             commands = [
-                (config.cpu_cores or "", memories_of(place))
-                for config, place in zip(self._configs, self._places, strict=True)
+                (config.cpu_cores or "", memories_of(spec))
+                for config, spec in zip(self._configs, self._specs, strict=True)
             ]
             self._ranks = Ranks(commands, self._on_event)
         self.adapters: AdapterStore | None = None
@@ -95,8 +95,8 @@ class MultiprocExecutor:
         check_equal("the engine", this_build(), builds)
         log_level = logging.getLevelName(logging.getLogger().level).lower()
         calls = [
-            messages.LoadRank(config=config, name=self._name, place=place, log_level=log_level)
-            for config, place in zip(self._configs, self._places, strict=True)
+            messages.LoadRank(config=config, name=self._name, spec=spec, log_level=log_level)
+            for config, spec in zip(self._configs, self._specs, strict=True)
         ]
         loaded = _results(self._ranks.ask(*calls), calls[0])
         model = {"compatibility_hash": self._compatibility_hash}

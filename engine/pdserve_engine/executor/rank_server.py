@@ -164,23 +164,23 @@ class _RankServer:
             self._transport.close()
 
     def _load(self, call: messages.LoadRank) -> object:
-        place = call.place
-        setup_logging(call.log_level, f"{call.name}.{place.rank}")
+        spec = call.spec
+        setup_logging(call.log_level, f"{call.name}.{spec.rank}")
         load_general_plugins()
         device = torch.device(call.config.device)
         if device.type == "cuda":
-            use_gpu(place.rank)
+            use_gpu(spec.rank)
         stage = Stage(
-            place.stage,
-            place.num_stages,
-            join_group(place.before, device),
-            join_group(place.after, device),
+            spec.stage,
+            spec.num_stages,
+            join_group(spec.before, device),
+            join_group(spec.after, device),
         )
         self._source = ModelSource(
-            call.config, place.rank, join_group(place.tensor_parallel, device), stage
+            call.config, spec.rank, join_group(spec.tensor_parallel, device), stage
         )
         self._executor = UniprocExecutor(
-            Rank(call.config, self._source, name=f"{call.name}-{place.rank}"),
+            Rank(call.config, self._source, name=f"{call.name}-{spec.rank}"),
             async_scheduling=True,
             model_thread=CallerThread(),
         )

@@ -59,9 +59,9 @@ _FINISH_REASONS = {
 }
 
 
-class Place(Collection["Request"]):
+class RequestContainer(Collection["Request"]):
     """A container of requests. From its arrival to its end a request is in exactly one, its
-    `place`, which calls `entered` and `left`.
+    `container`, which calls `entered` and `left`.
     """
 
     # Of the requests in it.
@@ -72,7 +72,7 @@ class Place(Collection["Request"]):
         """Take out a request that is here."""
 
     def __contains__(self, request: object) -> bool:
-        return isinstance(request, Request) and request.place is self
+        return isinstance(request, Request) and request.container is self
 
 
 class Request:
@@ -83,6 +83,7 @@ class Request:
         "_all_token_ids",
         "block_hashes",
         "clock",
+        "container",
         "core_request",
         "do_remote_decode",
         "do_remote_prefill",
@@ -104,7 +105,6 @@ class Request:
         "num_prompt_tokens",
         "num_resumed_tokens",
         "output_limit",
-        "place",
         "pooling_params",
         "prefill_stats",
         "progress",
@@ -162,7 +162,7 @@ class Request:
             self.output_limit = self.num_resumed_tokens + 1
         self.end_token_ids = _end_token_ids(params, request.eos_token_id)
         self.status = RequestStatus.WAITING
-        self.place: Place | None = None
+        self.container: RequestContainer | None = None
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
         self.progress = RequestProgress()
@@ -184,22 +184,22 @@ class Request:
         self.prefill_stats: PrefillStats | None = None
 
     def leave(self) -> None:
-        """Have its place let go of it, if it has one."""
-        if self.place is not None:
-            self.place.remove_request(self)
+        """Have its container let go of it, if it has one."""
+        if self.container is not None:
+            self.container.remove_request(self)
 
-    def entered(self, place: Place) -> None:
-        """`place` has taken the request, which has the first of its statuses then, unless it has
-        one of the others.
+    def entered(self, container: RequestContainer) -> None:
+        """`container` has taken the request, which has the first of its statuses then, unless it
+        has one of the others.
         """
-        assert self.place is None, f"{self.request_id} is in {self.place}"
-        self.place = place
-        if self.status not in place.statuses:
-            self.status = place.statuses[0]
+        assert self.container is None, f"{self.request_id} is in {self.container}"
+        self.container = container
+        if self.status not in container.statuses:
+            self.status = container.statuses[0]
 
     def left(self) -> None:
-        """Its place has let go of it."""
-        self.place = None
+        """Its container has let go of it."""
+        self.container = None
 
     @property
     def adapter(self) -> str | None:

@@ -10,18 +10,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
-class RequestQueue(Place):
+class RequestQueue(RequestContainer):
     """Waiting requests in the order in which they should be admitted."""
 
     statuses = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
-    def __init__(self, owner: Place | None = None) -> None:
-        """`owner`: the place of its requests, if the queue is a part of one."""
+    def __init__(self, owner: RequestContainer | None = None) -> None:
+        """`owner`: the container of its requests, if the queue is a part of one."""
         self._owner = self if owner is None else owner
         # Known tokens of all its requests: nothing of a waiting request is computed.
         self.num_tokens = 0
@@ -85,7 +85,7 @@ class RequestQueue(Place):
 class FCFSRequestQueue(RequestQueue):
     """First come, first served."""
 
-    def __init__(self, owner: Place | None = None) -> None:
+    def __init__(self, owner: RequestContainer | None = None) -> None:
         super().__init__(owner)
         self._queue: deque[Request] = deque()
         # No request in the queue came after this.
@@ -167,7 +167,7 @@ class _Entry:
 class PriorityRequestQueue(RequestQueue):
     """Lower priority value first, then earlier arrival (Request.__lt__)."""
 
-    def __init__(self, owner: Place | None = None) -> None:
+    def __init__(self, owner: RequestContainer | None = None) -> None:
         super().__init__(owner)
         self._heap: list[_Entry] = []
         self._entries: dict[Request, _Entry] = {}
@@ -206,6 +206,8 @@ class PriorityRequestQueue(RequestQueue):
         return iter(sorted(self._entries))
 
 
-def make_request_queue(policy: SchedulingPolicy, owner: Place | None = None) -> RequestQueue:
-    """Return an empty queue of the policy, which may be a part of a place."""
+def make_request_queue(
+    policy: SchedulingPolicy, owner: RequestContainer | None = None
+) -> RequestQueue:
+    """Return an empty queue of the policy, which may be a part of another container."""
     return PriorityRequestQueue(owner) if policy == "priority" else FCFSRequestQueue(owner)

@@ -166,7 +166,7 @@ def test_rows_whose_masks_are_late_go_on_with_the_same_tokens(
     assert not [end for end in engine.ends.values() if end.error is not None]
     reasoned = tokenizer.decode(engine.tokens[f"{len(CONSTRAINTS) + 2}"])
     assert re.fullmatch(r"[^.]{9,}\.\n{0,2}(Mia|Theo) [a-z ]+[.!]", reasoned), reasoned
-    assert engine.core.scheduler.places.num_late_masks
+    assert engine.core.scheduler.containers.num_late_masks
     assert engine.core.scheduler.num_preemptions
 
 
@@ -182,7 +182,7 @@ def test_a_mask_that_never_comes_ends_its_request_alone(
     engine.add("other", [10], params)
     engine.run_until(lambda: bool(engine.tokens["late"]))
     hold.begin()
-    engine.run_until(lambda: engine.core.scheduler.places.num_late_masks > 0)
+    engine.run_until(lambda: engine.core.scheduler.containers.num_late_masks > 0)
     monkeypatch.setattr(manager, "MAX_LATE_S", 0.0)
     engine.run()
     hold.end()

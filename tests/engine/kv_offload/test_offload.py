@@ -20,7 +20,7 @@ from pdserve_engine.request.request import RequestStatus
 from support.call_sites import CallSite, call_sites, each_site, fault_at
 from support.metrics import value
 from support.samples import seeds
-from support.scripted_engine import BLOCK_SIZE, Engine, cached_blocks, check_places, expected
+from support.scripted_engine import BLOCK_SIZE, Engine, cached_blocks, check_containers, expected
 from support.waiting import wait_until
 
 BLOCK_BYTES = 64
@@ -375,7 +375,7 @@ def test_random_conversations(capacity: int, seed: int) -> None:
             world.bytes.may_write.set()
         else:
             world.engine.step()
-        check_places(world.engine.scheduler)
+        check_containers(world.engine.scheduler)
     world.bytes.may_read.set()
     world.bytes.may_write.set()
     world.settle()

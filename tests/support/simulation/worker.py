@@ -29,7 +29,7 @@ from pdserve_worker.kv_link.links import carry_links
 from pdserve_worker.process import STOP_GRACE_S, Worker
 from support.fake_worker import engine_info
 from support.modelled_rank import DEAD
-from support.scripted_engine import BLOCK_SIZE, EOS, MAX_MODEL_LEN, check_places
+from support.scripted_engine import BLOCK_SIZE, EOS, MAX_MODEL_LEN, check_containers
 from support.simulation.engine import CheckedRank, VirtualEngineClient, VirtualExecutor
 from support.simulation.loop import Process
 from support.simulation.nic import SimulatedNic
@@ -189,7 +189,7 @@ class SimulatedWorker:
     def left_over(self) -> list[str]:
         """Return what it holds for nobody; raises AssertionError if its books are wrong."""
         self.scheduler.kv.check_integrity()
-        check_places(self.scheduler)
+        check_containers(self.scheduler)
         found = {
             "requests": len(self.scheduler.requests),
             "blocks": self.pool.num_blocks - self.pool.num_free_blocks,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.features.drafts import Drafts
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request
@@ -23,12 +23,16 @@ class DraftPrefills:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, places: Places, drafts: Drafts | None
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        containers: RequestContainers,
+        drafts: Drafts | None,
     ) -> None:
         self._drafts = drafts
         self._config = config
         self._kv = kv
-        self._places = places
+        self._containers = containers
         # Of requests that wait and have blocks: tokens that were planned.
         self._num_planned: dict[Request, int] = {}
 
@@ -67,9 +71,9 @@ class DraftPrefills:
     def _next(self, budget: int) -> Iterator[tuple[Request, int]]:
         """Yield requests, and how many tokens of each, in whole blocks, a budget is enough for."""
         # A request that is tried alone must not be blamed for others.
-        if not self._config.has_draft_model or self._places.isolated.next() is not None:
+        if not self._config.has_draft_model or self._containers.isolated.next() is not None:
             return
-        waiting = list(self._places.remote_prefills.with_blocks())
+        waiting = list(self._containers.remote_prefills.with_blocks())
         self._num_planned = {r: self._num_planned.get(r, 0) for r in waiting}
         for request in waiting:
             num_left = request.num_tokens - self._num_planned[request]

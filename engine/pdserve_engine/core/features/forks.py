@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from pdserve_common.tokens.block_hash import has_same_prompt
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 
-class Forks(Place):
+class Forks(RequestContainer):
     """Forks whose source's prompt is not computed yet."""
 
     statuses = (RequestStatus.WAITING,)

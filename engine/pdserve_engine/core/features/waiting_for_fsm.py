@@ -8,7 +8,7 @@ from pdserve_common.observability import defects
 from pdserve_common.structured.reasoning import Reasoning, reasoning_of
 from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.native import CompiledGrammar
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 # Of a constraint, behind reasoning if there is some, for a client. Returns at once, with a future
 # whose exception is a PdserveError, or raises one.
@@ -17,7 +17,7 @@ CompileGrammar = Callable[
 ]
 
 
-class WaitingForFSM(Place):
+class WaitingForFSM(RequestContainer):
     """Requests that could start, but for their grammars. Those that wait for something else as well
     are where they wait for that.
     """

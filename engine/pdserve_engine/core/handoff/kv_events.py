@@ -15,7 +15,7 @@ from pdserve_common.types.engine import (
     KVTransferStats,
 )
 from pdserve_engine.core.in_flight import InFlight
-from pdserve_engine.core.places import Places
+from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.results import Results
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
@@ -43,65 +43,65 @@ class KVEvents:
     def __init__(
         self,
         kv: KVCacheManager,
-        places: Places,
+        containers: RequestContainers,
         results: Results,
         in_flight: InFlight,
         outputs: Outputs,
     ) -> None:
         self._kv = kv
-        self._places = places
+        self._containers = containers
         self._results = results
         self._in_flight = in_flight
         self._outputs = outputs
 
     def apply(self) -> None:
         """Apply all that have come."""
-        for port in self._places.ports:
+        for port in self._containers.ports:
             for event in port.take_events():
                 self._apply(event)
 
     def rollback_first_step(self, request: Request) -> None:
         """Decode: undo the request's first step, if it has begun. The request keeps its blocks."""
         request.progress.rolled_back()
-        if request in self._places.remote_prefills:
+        if request in self._containers.remote_prefills:
             return
         request.leave()
         self._in_flight.preempted_req_ids.add(request.request_id)
         request.handoff.hold(None)
         request.first_scheduled_time = None
-        self._places.remote_prefills.wait(request)
+        self._containers.remote_prefills.wait(request)
 
     def queue_landed(self, request: Request) -> None:
         """Decode: let a request start whose KV has landed, unless that or its grammar is
         not here.
         """
-        places = self._places
+        containers = self._containers
         is_here = request.progress.num_computed_tokens > 0
-        if is_here and places.waiting_for_fsm.has_grammar(request):
-            places.remote_prefills.land(request)
-            places.kv_ready.add(request)
+        if is_here and containers.waiting_for_fsm.has_grammar(request):
+            containers.remote_prefills.land(request)
+            containers.kv_ready.add(request)
 
     def _apply(self, event: KVEvent) -> None:
         if isinstance(event, BlocksFreed):
             self._kv.free_block_ids(event.block_ids)
             return
         assert not isinstance(event, PrefixWanted), "PrefixLoans takes it"
-        request, places = event.request, self._places
-        if places.requests.get(request.request_id) is not request:
+        request, containers = event.request, self._containers
+        if containers.requests.get(request.request_id) is not request:
             return  # it has ended meanwhile
         match event:
             case StartAllowed():
-                places.remote_decodes.allow(request, event.granted_time)
+                containers.remote_decodes.allow(request, event.granted_time)
             case StartForbidden():
-                places.remote_decodes.forbid(request)
+                containers.remote_decodes.forbid(request)
             case StartDeferred():
-                places.remote_decodes.defer(request)
+                containers.remote_decodes.defer(request)
             case BlocksClaimed():
-                places.remote_prefills.claim(request, event.claimed_time)
+                containers.remote_prefills.claim(request, event.claimed_time)
             case BlocksConfirmed():
                 self._kv.cache_blocks(request, event.num_tokens)
             case BlocksReturned():
-                places.remote_prefills.give_back(request, event.kept)
+                containers.remote_prefills.give_back(request, event.kept)
             case BlocksLanded():
                 self._land(request, event)
             case PullFinished():
@@ -136,7 +136,7 @@ class KVEvents:
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self._kv.cache_blocks(request, request.num_tokens)
         self._results.release_forks(request)
-        if request in self._places.remote_prefills and not request.progress.num_computed_tokens:
+        if request in self._containers.remote_prefills and not request.progress.num_computed_tokens:
             self._queue_first_step(request)
         self._results.apply_pulled_tokens(request)
         held = request.handoff.held_result
@@ -149,7 +149,7 @@ class KVEvents:
         here.
         """
         self.rollback_first_step(request)
-        self._places.remote_prefills.drop_claim(request)
+        self._containers.remote_prefills.drop_claim(request)
         request.record_event(EngineCoreEventType.KV_LOST)
         self._outputs.emit(request, kv_lost=self._limit_to_cached(request, lost))
 

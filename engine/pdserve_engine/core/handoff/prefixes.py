@@ -23,7 +23,7 @@ from pdserve_engine.kv_transfer.ports import (
     PullLost,
     RequestFailed,
 )
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 # Prefixes that are being read, and those that are lent, may each hold this share of the pool; one
 # alone that is read, more.
@@ -31,7 +31,7 @@ MAX_SHARE = 0.25
 _ENDS = PullFinished | PrefixEnded | PullLost | RequestFailed
 
 
-class PrefixPulls(Place):
+class PrefixPulls(RequestContainer):
     """Requests that wait for a prefix from one port. They keep their place in the queue: that goes
     by their arrival.
     """

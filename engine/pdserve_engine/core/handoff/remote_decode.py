@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pdserve_common.types.engine import EngineCoreEventType
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import NoConnector, ProducerPort
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 from pdserve_engine.request.request_queue import RequestQueue
 
 # So many requests of each decode worker are asked for ahead, or as many as make up some steps, so
@@ -113,7 +113,7 @@ class _Ahead:
         self._may_grow = True
 
 
-class RemoteDecodes(Place):
+class RemoteDecodes(RequestContainer):
     """Requests on their way to another worker: those that may not start yet wait here, by their
     decode. What is done to one that is decoded here does nothing.
     """
@@ -125,7 +125,7 @@ class RemoteDecodes(Place):
         port: ProducerPort | None,
         kv_cache_manager: KVCacheManager,
         waiting: RequestQueue,
-        make_queue: Callable[[Place], RequestQueue],
+        make_queue: Callable[[RequestContainer], RequestQueue],
         step_tokens: int,
         clock: Callable[[], float],
     ) -> None:
@@ -138,7 +138,7 @@ class RemoteDecodes(Place):
         self._step_tokens = step_tokens
         self._clock = clock
         self._queues: dict[str, RequestQueue] = {}
-        # Asked for and not started. Granted ones among them may start: their place is `waiting`.
+        # Asked for and not started. Granted ones may start: their container is `waiting`.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
         # Asked for, and decode was full. If it has granted them since, prefill takes them into its

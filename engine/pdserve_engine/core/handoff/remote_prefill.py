@@ -17,7 +17,7 @@ from pdserve_common.types.engine import EngineCoreEventType
 from pdserve_engine.core.handoff.decode_slots import DecodeSlots, SlotForecast
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, NoConnector
-from pdserve_engine.request.request import Place, Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
 # A request that has waited this long for blocks is not overtaken by later ones.
 OVERDUE_S = 1.0
@@ -52,7 +52,7 @@ class Room(NamedTuple):
 _ROOM_OF_PROBES = Room(num_held=0, num_spare=0, slot_forecast=SlotForecast([0], [], 0.0))
 
 
-class RemotePrefills(Place):
+class RemotePrefills(RequestContainer):
     """Requests that wait for their KV, and the claims of prefill on blocks for them. What is done
     to one that is computed here does nothing.
     """

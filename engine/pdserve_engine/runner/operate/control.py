@@ -341,7 +341,7 @@ class EngineControl:
         scheduler = self._core.scheduler
         raise FailedPreconditionError(
             f"cannot {verb}: {self._num_held_blocks} KV blocks are held, "
-            f"{len(scheduler.running) + len(scheduler.places.kv_ready)} requests are running, "
+            f"{len(scheduler.running) + len(scheduler.containers.kv_ready)} requests are running, "
             f"{scheduler.num_open_sessions} KV sessions are open"
         )
 

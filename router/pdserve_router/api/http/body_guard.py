@@ -5,23 +5,23 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve_common.errors import OverloadedError
-from pdserve_common.limits.receive_slots import RETRY_AFTER_MS, Place, ReceiveSlots
+from pdserve_common.limits.receive_slots import RETRY_AFTER_MS, ReceiveSlot, ReceiveSlots
 
-# A body that is not larger needs no place.
+# A body that is not larger needs no slot.
 FREE_BYTES = 64 * 1024
 
 
 class BodyGuard:
-    """Reads large bodies only in a place of their own. While they wait for one their connections
+    """Reads large bodies only in a slot of their own. While they wait for one their connections
     are not read. Without it, or when others need it, reading raises OverloadedError.
     """
 
-    def __init__(self, app: ASGIApp, places: ReceiveSlots) -> None:
+    def __init__(self, app: ASGIApp, slots: ReceiveSlots) -> None:
         self._app = app
-        self._places = places
+        self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(scope, receive, self._places)
+        body = _Body(scope, receive, self._slots)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -29,26 +29,26 @@ class BodyGuard:
 
 
 class _Body:
-    def __init__(self, scope: Scope, receive: Receive, places: ReceiveSlots) -> None:
+    def __init__(self, scope: Scope, receive: Receive, slots: ReceiveSlots) -> None:
         self._connection = "{}:{}".format(*(scope.get("client") or ("", 0)))
         self._receive = receive
-        self._places = places
-        self._place: Place | None = None
+        self._slots = slots
+        self._slot: ReceiveSlot | None = None
         self._num_bytes = 0
 
     async def receive(self) -> Message:
-        message = await (self._receive() if self._place is None else self._receive_in(self._place))
+        message = await (self._receive() if self._slot is None else self._receive_in(self._slot))
         self._num_bytes += len(message.get("body", b""))
         if not message.get("more_body", False):
             self.end()
-        elif self._num_bytes > FREE_BYTES and self._place is None:
-            self._place = await self._places.take(self._connection)
+        elif self._num_bytes > FREE_BYTES and self._slot is None:
+            self._slot = await self._slots.take(self._connection)
         return message
 
-    async def _receive_in(self, place: Place) -> Message:
+    async def _receive_in(self, slot: ReceiveSlot) -> Message:
         receiving = asyncio.ensure_future(self._receive())
         try:
-            await asyncio.wait((receiving, place.revoked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((receiving, slot.revoked), return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
                 return receiving.result()
         finally:
@@ -60,6 +60,6 @@ class _Body:
 
     def end(self) -> None:
         """The body is there, or nobody wants it."""
-        if self._place is not None:
-            self._place.give_back()
-            self._place = None
+        if self._slot is not None:
+            self._slot.give_back()
+            self._slot = None

@@ -116,26 +116,26 @@ class PoolingEndpoint:
         call = HttpCall(**call_fields(Request(scope)))
         client = address_of(scope)
         with ExitStack() as stack:
-            # A large body counts to the end, in the place of its inputs: these wait here for those
+            # A large body counts to the end, in the slot of its inputs: these wait here for those
             # before them, and take more than the body, which is gone.
             held = stack.enter_context(self._edge.hold(client))
             raw = await read_in_time(
                 Request(scope, receive), self._max_body_bytes, held, timeout_s=self._body_timeout_s
             )
             stack.enter_context(self._router.answering())
-            places = stack.enter_context(PartSlots())
+            slots = stack.enter_context(PartSlots())
             preparation = _Preparation(
-                self._router, self._edge, self._prepare, raw, call, client, places
+                self._router, self._edge, self._prepare, raw, call, client, slots
             )
             del raw
             async with leave_on_disconnect(receive):
-                lives = await self._router.submit(preparation, places)
+                lives = await self._router.submit(preparation, slots)
             for live in lives:
                 stack.enter_context(live)
             prepared = preparation.prepared
             assert prepared is not None, "a request that was taken is prepared"
             self._unknown_fields.count(prepared.unknown_fields)
-            follow = partial(self._router.follow, places=places)
+            follow = partial(self._router.follow, slots=slots)
             batch = PoolingBatch(lives, prepared.inputs[len(lives) :], follow)
             await self._answer(batch, prepared, scope, receive, send)
 
@@ -183,7 +183,7 @@ class _Preparation:
         raw: bytes,
         call: HttpCall,
         client: str,
-        places: PartSlots,
+        slots: PartSlots,
     ) -> None:
         self._router = router
         self._edge = edge
@@ -191,7 +191,7 @@ class _Preparation:
         self._raw = raw
         self._call = call
         self._client = client
-        self._places = places
+        self._slots = slots
         self.prepared: Prepared | None = None
 
     async def __call__(self, limits: ModelLimits) -> Sequence[ProcessedInput]:
@@ -206,5 +206,5 @@ class _Preparation:
         self._raw = b""
         inputs = self.prepared.inputs
         first = inputs[: self._router.num_at_once(MAX_AT_ONCE)]
-        self._places.num_to_follow = len(inputs) - len(first)
+        self._slots.num_to_follow = len(inputs) - len(first)
         return first

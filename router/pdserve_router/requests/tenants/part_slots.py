@@ -1,4 +1,4 @@
-"""Places among a tenant's concurrent requests, for calls whose parts begin one after the other."""
+"""Slots among a tenant's concurrent requests, for calls whose parts begin one after the other."""
 
 from types import TracebackType
 
@@ -6,7 +6,7 @@ from pdserve_router.requests.tenants.tenant_account import Account
 
 
 class PartSlots:
-    """Those of one call: a part that ends leaves its place to one that is to follow, so that no
+    """Those of one call: a part that ends leaves its slot to one that is to follow, so that no
     other call of the tenant takes it in between. Use as a context manager around the call: what no
     part has taken is given back at its end.
     """
@@ -17,14 +17,14 @@ class PartSlots:
         self._left: list[Account] = []
 
     def leave(self, account: Account) -> bool:
-        """A part has ended; False if nobody needs its place."""
+        """A part has ended; False if nobody needs its slot."""
         if len(self._left) >= self.num_to_follow:
             return False
         self._left.append(account)
         return True
 
     def take(self, account: Account) -> bool:
-        """A part begins; False if no place of this account was left to it. A tenant whose limits
+        """A part begins; False if no slot of this account was left to it. A tenant whose limits
         are taken away and come back during the call has another account than before.
         """
         self.num_to_follow -= 1

@@ -53,30 +53,30 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
         self._follow()
 
-    def admit(self, tenant: str, *, num_places: int) -> "Admission":
+    def admit(self, tenant: str, *, num_slots: int) -> "Admission":
         """Let a call in of which nothing is known but whose it is, and that so many more requests
         may wait. Raises OverloadedError if its tenant has too many of them already, RateLimitError
         also if there is not one token for it: then nobody has to make tokens of it.
         """
         account = self._account(tenant)
-        account.check_waiting(1, num_places)
+        account.check_waiting(1, num_slots)
         account.take(num_requests=1, num_tokens=0, num_running=1)
         account.num_waiting += 1
         return Admission(account, self._turns, self._clock)
 
-    def num_at_once(self, tenant: str, num_parts: int, *, num_places: int) -> int:
+    def num_at_once(self, tenant: str, num_parts: int, *, num_slots: int) -> int:
         """Return how many parts of a call that was let in may run at once, while so many more
         requests may wait; at least one.
         """
-        return self._account(tenant).num_at_once(num_parts, num_places)
+        return self._account(tenant).num_at_once(num_parts, num_slots)
 
-    def admit_part(self, tenant: str, places: PartSlots) -> "Admission":
-        """Let in one more part of a call, in the place of one that has ended. It is no request of
+    def admit_part(self, tenant: str, slots: PartSlots) -> "Admission":
+        """Let in one more part of a call, in the slot of one that has ended. It is no request of
         its own, and is not refused for want of tokens, as the call would have been in vain: the
         tenant's next call waits longer instead.
         """
         account = self._account(tenant)
-        if not places.take(account):
+        if not slots.take(account):
             account.num_running += 1
         account.num_waiting += 1
         return Admission(account, self._turns, self._clock)
@@ -125,16 +125,16 @@ class Admission:
         self,
         requests: Sequence[ProcessedInput],
         *,
-        num_places: int,
-        places: PartSlots | None = None,
+        num_slots: int,
+        slots: PartSlots | None = None,
     ) -> None:
-        """Take what the call's requests may need; `places` are for those that follow them. Raises
+        """Take what the call's requests may need; `slots` are for those that follow them. Raises
         what `admit` raises, and InvalidRequestError for what there will never be enough of.
         """
         self._account.check(requests)
         num_tokens = [num_tokens_reserved(each) for each in requests]
         num_more = len(requests) - 1
-        self._account.check_waiting(num_more, num_places)
+        self._account.check_waiting(num_more, num_slots)
         self._account.take(
             # The inputs of a call for vectors are one request.
             num_requests=0 if is_pooled(requests) else num_more,
@@ -143,14 +143,14 @@ class Admission:
         )
         self._account.num_waiting += num_more
         self._account.count(ACCEPTED, len(requests))
-        self._reservations = [Reservation(self._account, each, places) for each in num_tokens]
+        self._reservations = [Reservation(self._account, each, slots) for each in num_tokens]
 
-    def reserve_part(self, request: ProcessedInput, places: PartSlots) -> None:
+    def reserve_part(self, request: ProcessedInput, slots: PartSlots) -> None:
         """As `reserve`, of a part that `admit_part` let in. Raises nothing."""
         num_tokens = num_tokens_reserved(request)
         self._account.tokens.take(num_tokens)
         self._account.count(ACCEPTED)
-        self._reservations = [Reservation(self._account, num_tokens, places)]
+        self._reservations = [Reservation(self._account, num_tokens, slots)]
 
     def with_priority(self, request: ProcessedInput) -> ProcessedInput:
         """Return one of the requests with the priority that it has with its tenant's limits."""
@@ -195,12 +195,12 @@ class Admission:
 class Reservation:
     """What a request holds of its tenant's limits until it ends."""
 
-    __slots__ = ("_account", "_is_settled", "_is_waiting", "_num_tokens", "_places", "on_token")
+    __slots__ = ("_account", "_is_settled", "_is_waiting", "_num_tokens", "_slots", "on_token")
 
-    def __init__(self, account: Account, num_tokens: int, places: PartSlots | None) -> None:
+    def __init__(self, account: Account, num_tokens: int, slots: PartSlots | None) -> None:
         self._account = account
         self._num_tokens = num_tokens
-        self._places = places
+        self._slots = slots
         self._is_waiting = True
         self._is_settled = False
         # Its prompt is computed.
@@ -221,7 +221,7 @@ class Reservation:
         self._is_settled = True
         self.note_token()
         account = self._account
-        if self._places is None or not self._places.leave(account):
+        if self._slots is None or not self._slots.leave(account):
             account.num_running -= 1
         account.tokens.take(num_prompt_tokens + num_output_tokens - self._num_tokens)
         account.count_tokens(num_prompt_tokens, num_output_tokens)

@@ -14,9 +14,9 @@ from pdserve_router.requests.tenants.token_bucket import TokenBucket
 UNSET_MAX_TOKENS = 1024
 # While as many requests run as may: nobody knows when one ends.
 BUSY_RETRY_AFTER_S = 1.0
-# A tenant may have so many times as many requests waiting as there are places left (dynamic
+# A tenant may have so many times as many requests waiting as there are slots left (dynamic
 # thresholds: Choudhury and Hahne, 1998): one alone three quarters of all.
-_WAITING_PER_PLACE = 3
+_WAITING_PER_SLOT = 3
 
 
 class RateLimitError(OverloadedError):
@@ -88,26 +88,26 @@ class Account:
         self.requests.take(num_requests)
         self.tokens.take(num_tokens)
 
-    def check_waiting(self, num_more: int, num_places: int) -> None:
-        """Raise OverloadedError if as many more would leave others too few places to wait."""
-        most = _WAITING_PER_PLACE * num_places
+    def check_waiting(self, num_more: int, num_slots: int) -> None:
+        """Raise OverloadedError if as many more would leave others too few slots to wait."""
+        most = _WAITING_PER_SLOT * num_slots
         if self.tenant and num_more and self.num_waiting + num_more > most:
             raise OverloadedError(
                 f"{self.num_waiting} requests of this API key wait for their first token, at most "
-                f"{most} may while {num_places} places are left",
+                f"{most} may while {num_slots} slots are left",
                 retry_after_ms=math.ceil(1000 * BUSY_RETRY_AFTER_S),
             )
 
-    def num_at_once(self, num_parts: int, num_places: int) -> int:
-        """Return how many parts of a call may run at once, which has taken one place, while so many
+    def num_at_once(self, num_parts: int, num_slots: int) -> int:
+        """Return how many parts of a call may run at once, which has taken one slot, while so many
         more requests may wait; at least one, and no more than there are.
         """
         num_more = num_parts - 1
         if self._max_running is not None:
             num_more = min(num_more, self._max_running - self.num_running)
         if self.tenant:
-            num_more = min(num_more, _WAITING_PER_PLACE * num_places - self.num_waiting)
-        return 1 + max(0, min(num_more, num_places))
+            num_more = min(num_more, _WAITING_PER_SLOT * num_slots - self.num_waiting)
+        return 1 + max(0, min(num_more, num_slots))
 
     def check(self, requests: Sequence[ProcessedInput]) -> None:
         """Raise InvalidRequestError for what a call may never ask for."""

@@ -37,8 +37,8 @@ from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.request_queue import make_request_queue
 
 
-class Places:
-    """All requests of an engine that have not ended, each in one place."""
+class RequestContainers:
+    """All requests of an engine that have not ended, each in one container."""
 
     def __init__(
         self,
