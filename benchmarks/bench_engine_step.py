@@ -273,7 +273,7 @@ class Bench:
         """Add requests until the batch is full."""
         while len(self._core.scheduler.requests) < self._batch:
             request = next(self._requests)
-            self._owners.claim(request)
+            self._owners.add(request)
             self._core.add_request(request)
             self._attachment._running[request.request_id] = request.attempt
             self._attachment.handles[request.request_id, request.attempt] = 1 + len(

@@ -350,7 +350,7 @@ class Worker:
         self.memory[list(block_ids)] = DEAD
 
     def add(self, request: EngineCoreRequest) -> None:
-        self.owners.claim(request)
+        self.owners.add(request)
         self.inbox.append(lambda: self.core.add_request(request))
 
     def abort(self, request_id: str) -> None:

@@ -32,11 +32,11 @@ from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.connectors import consumer
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
+    GrantRequested,
     PullFinished,
     PullLost,
     RequestFailed,
@@ -112,7 +112,7 @@ class World(Pair):
         request = self.ticket(request_id, **fields)
         session = self.session()
         self.say(ask(session, request_id, request.num_tokens, request.core_request.attempt))
-        assert self.told() == [BlocksClaimed(request, 0.0)]
+        assert self.told() == [GrantRequested(request, 0.0)]
         return request, session
 
     def granted(self, num_cached: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
@@ -306,8 +306,8 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
     request = world.ticket()
     (event,) = world.told()
-    assert event == BlocksClaimed(request, 0.0)
-    assert event.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
+    assert event == GrantRequested(request, 0.0)
+    assert event.requested_time <= asked_time, "it has its turn among those that came meanwhile"
     assert world.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
     world.end(request)
@@ -679,7 +679,7 @@ def test_a_claim_counts_the_tokens_that_are_resumed(world: World) -> None:
     request = world.ticket(attempt=1, resume_output_token_ids=(7, 8))
     session = world.session()
     world.say(ask(session, num_tokens=42, attempt=1))
-    assert world.told() == [BlocksClaimed(request, 0.0)]
+    assert world.told() == [GrantRequested(request, 0.0)]
     world.end(request)
 
 
@@ -735,7 +735,7 @@ def set_up(
         return None, session
     if state is State.TICKET:
         return world.ticket(num_tokens=NUM_TOKENS), session
-    if state in (State.CLAIMED, State.ENDED):
+    if state in (State.AWAITING_GRANT, State.ENDED):
         request, session = world.claimed(num_tokens=NUM_TOKENS)
         if state is State.ENDED:
             world.end_d(request)
@@ -821,8 +821,8 @@ DRIVERS: dict[ConsumerEvent, Callable[[World, Any, KVSessionId], Any]] = {
 
 # What P and then D's scheduler see of an event, and where a state makes a difference.
 SEEN: dict[ConsumerEvent, tuple[type, ...]] = {
-    Event.TICKETED: (BlocksClaimed,),
-    Event.ASKED: (BlocksClaimed,),
+    Event.TICKETED: (GrantRequested,),
+    Event.ASKED: (GrantRequested,),
     Event.RESERVED: (Granted,),
     Event.NO_ROOM: (Later,),
     Event.RECLAIMED: (Revoke,),
@@ -913,7 +913,7 @@ def test_a_pull_does_what_the_table_says(
         match item:
             case BlocksReturned(request=returned, kept=kept):
                 world.give_d(returned, kept)
-            case BlocksClaimed(request=claimed):
+            case GrantRequested(request=claimed):
                 request = claimed
             case PullLost():
                 num_confirmed = 16 if state in (State.PULLING, State.LANDED) else 0
@@ -940,8 +940,8 @@ def test_a_pull_does_what_the_table_says(
     ("state", "event"),
     [
         (State.TICKET, Event.ASKED),
-        (State.CLAIMED, Event.NO_ROOM),
-        (State.CLAIMED, Event.RESERVED),
+        (State.AWAITING_GRANT, Event.NO_ROOM),
+        (State.AWAITING_GRANT, Event.RESERVED),
         (State.GRANTED, Event.RECLAIMED),
         (State.PULLING, Event.CONFIRMED),
     ],
@@ -974,7 +974,7 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
     kept = world.end_d(first)
     assert len(kept) == 1
     second = world.ticket(attempt=1)
-    assert world.told() == [BlocksClaimed(second, 0.0)]
+    assert world.told() == [GrantRequested(second, 0.0)]
     world.say(ended(session, "error"))  # of the first
     assert world.reserve(second)
     assert world.told(PullLost) == []

@@ -23,8 +23,8 @@ from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.base import ConnectorContext
 from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksFreed,
+    GrantRequested,
     PullFinished,
     PullLost,
 )
@@ -145,7 +145,7 @@ class D:
     def take_events(self) -> None:
         for event in self.connector.take_events():
             self.told.append(event)
-            if isinstance(event, BlocksClaimed) and self.has_room:
+            if isinstance(event, GrantRequested) and self.has_room:
                 self.connector.grant(event.request, (self.tables[event.request],), 0)
 
     async def wait_for(self, wanted: type) -> Any:
@@ -284,7 +284,7 @@ async def test_a_killed_p_loses_its_requests_within_seconds(d: D, start_p: Any) 
     await d.pull(p, "r0", [0, 1])
     d.has_room = False
     claimed = d.start(p, "r1", [0, 1])
-    await d.wait_for(BlocksClaimed)
+    await d.wait_for(GrantRequested)
     waiting = d.ticket(p, "r2", [2, 3])
     p.process.kill()
     p.process.wait()

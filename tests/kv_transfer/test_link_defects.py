@@ -15,7 +15,7 @@ from pdserve_common.observability.defects import DEFECTS, watch_event_loop
 from pdserve_engine.kv_transfer.connectors.links import LinkTable
 from pdserve_engine.kv_transfer.connectors.owner import OwnerConnector
 from pdserve_engine.kv_transfer.connectors.reader import ReaderConnector
-from pdserve_engine.kv_transfer.ports import BlocksClaimed, PullLost, StartAllowed
+from pdserve_engine.kv_transfer.ports import GrantRequested, PullLost, StartAllowed
 from pdserve_engine.request.request import RequestStatus
 from pdserve_worker.kv_link import client as kv_link_client
 from pdserve_worker.kv_link import service as kv_link_service
@@ -112,7 +112,7 @@ async def test_what_p_has_said_before_it_stops_reaches_d() -> None:
             pair.ask(name)
         await servicer.close()
         await until(lambda: value(pair.d_metrics.links) == 0)
-        claimed = [e for e in pair.take_d_events() if isinstance(e, BlocksClaimed)]
+        claimed = [e for e in pair.take_d_events() if isinstance(e, GrantRequested)]
         assert [event.request.request_id for event in claimed] == names
 
 

@@ -37,9 +37,9 @@ from pdserve_engine.kv_transfer.connectors.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.connectors.links import KVLink
 from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksFreed,
     BlocksReturned,
+    GrantRequested,
     PullFinished,
     StartAllowed,
 )
@@ -452,7 +452,7 @@ class Pair(PSide):
         events = self.d.take_events()
         for item in events:
             match item:
-                case BlocksClaimed(request=request):
+                case GrantRequested(request=request):
                     self.reserve(request)
                 case BlocksFreed(block_ids=block_ids):
                     self.d_blocks.give(block_ids)

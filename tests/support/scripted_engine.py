@@ -29,11 +29,11 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
+    GrantRequested,
     KVEvent,
     OffloadPort,
     PrefixConsumerPort,
@@ -486,8 +486,8 @@ class ScriptedConsumer(ScriptedPort):
 
     def claim(self, request_id: str, asked_time: float | None = None) -> None:
         """P asks for blocks, or has done so at `asked_time`."""
-        claimed_time = self.clock() if asked_time is None else asked_time
-        self.pending_events.append(BlocksClaimed(self.tickets[request_id], claimed_time))
+        requested_time = self.clock() if asked_time is None else asked_time
+        self.pending_events.append(GrantRequested(self.tickets[request_id], requested_time))
 
     def confirm(self, request_id: str, num_tokens: int) -> None:
         self.confirmed[request_id] = num_tokens

@@ -71,7 +71,7 @@ class PrefillModel(WorkerModel):
             asked[handoff] = None
             num_tokens += handoff.prefill_leg.num_left
             handoff.asked_at = self._clock.now
-            decode.claim(handoff)
+            decode.request_grant(handoff)
 
     def _start(self, leg: Leg, num: int) -> None:
         super()._start(leg, num)
@@ -102,7 +102,7 @@ class DecodeModel(WorkerModel):
     def __init__(self, *args: Any, handoff: HandoffCost | None) -> None:
         super().__init__(*args)
         self._handoff_cost = handoff
-        self._claims: list[Handoff] = []
+        self._grant_requests: list[Handoff] = []
         # Granted and not landed; landed and not in the batch.
         self._pulls: dict[Leg, None] = {}
         self._landed: deque[Leg] = deque()
@@ -113,9 +113,9 @@ class DecodeModel(WorkerModel):
         assert self._handoff_cost is not None, "no prefill workers without a measured handoff"
         return self._handoff_cost
 
-    def claim(self, handoff: Handoff) -> None:
+    def request_grant(self, handoff: Handoff) -> None:
         """Prefill wants to start the request. It is granted between steps."""
-        self._claims.append(handoff)
+        self._grant_requests.append(handoff)
         self.wake()
 
     def read(self, handoff: Handoff, num_tokens: int, *, is_last: bool) -> None:
@@ -140,15 +140,15 @@ class DecodeModel(WorkerModel):
         self.wake()
 
     def _plan(self) -> None:
-        self._grant_claims()
+        self._serve_grant_requests()
         super()._plan()
 
-    def _grant_claims(self) -> None:
+    def _serve_grant_requests(self) -> None:
         """Oldest first; what does not fit is overtaken, unless it has waited for long."""
         num_skipped = 0
-        for handoff in list(self._claims):
+        for handoff in list(self._grant_requests):
             if self._reserve(handoff):
-                self._claims.remove(handoff)
+                self._grant_requests.remove(handoff)
                 continue
             num_skipped += 1
             is_overdue = self._clock.now - handoff.asked_at > OVERDUE_S

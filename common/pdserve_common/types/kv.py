@@ -188,7 +188,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later:
-    """Decode has no room yet; it keeps the claim and grants it unasked when it has."""
+    """Decode has no room yet; it keeps the grant request and grants it unasked when it has."""
 
     session: KVSessionId
 

@@ -223,7 +223,7 @@ class InprocEngineClient:
             raise EngineDeadError(self._error)
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
-        self._owners.claim(request)
+        self._owners.add(request)
         for connector in self._connectors:
             connector.on_dispatched(request)
         self._inputs.put(_Add(request, tensors, self._clock()))

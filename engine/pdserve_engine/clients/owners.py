@@ -27,7 +27,7 @@ class RequestOwners:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._owners
 
-    def claim(self, request: EngineCoreRequest) -> None:
+    def add(self, request: EngineCoreRequest) -> None:
         """Note a new request, or the higher attempt of a front end's own, or of one that is gone:
         it may be the same that has come back. Raises InvalidRequestError if the id is in use
         otherwise.

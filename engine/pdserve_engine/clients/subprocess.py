@@ -163,7 +163,7 @@ class SubprocessEngineClient:
         if num_bytes and self._channel.unsent_bytes + num_bytes > MAX_UNSENT_BYTES // 2:
             # More would end the connection, and everybody's requests.
             raise OverloadedError("too many tensors are on their way to the engine process")
-        self._owners.claim(request)
+        self._owners.add(request)
         lacking, unused = self._tensors.add(request.request_id, tensors)
         self._channel.send(messages.AddRequest(request, lacking))
         self._forget_tensors(unused)

@@ -317,13 +317,13 @@ class Scheduler:
         self._prefix_loans.apply(self._admission.num_spare_blocks)
         if self.pause_state is PauseState.UNPAUSED:
             containers.remote_prefills.grant_probes(self._admission.num_free_probe_slots)
-            # Preempted requests come first, or a stream of small claims would keep them out for
-            # ever.
+            # Preempted requests come first, or a stream of small grant requests would keep them out
+            # for ever.
             if not containers.num_preempted:
-                containers.remote_prefills.grant_claims(
+                containers.remote_prefills.serve_grant_requests(
                     self._admission.room_for_pulls, containers.waiting_since
                 )
-            containers.remote_prefills.defer_claims()
+            containers.remote_prefills.defer_grant_requests()
             containers.remote_decodes.ask_next()
             return
         is_all = self.pause_state is PauseState.PAUSED_ALL

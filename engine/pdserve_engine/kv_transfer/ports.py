@@ -50,14 +50,14 @@ class StartDeferred:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksClaimed:
+class GrantRequested:
     """Decode: prefill asks for blocks. The scheduler answers with `grant`, or `defer` and later
     `grant`.
     """
 
     request: "Request"
     # When prefill asked, by the connector's clock; the scheduler may hear of it a step later.
-    claimed_time: float = field(compare=False)
+    requested_time: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class BlocksConfirmed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReturned:
-    """Decode: prefill has preempted the request and withdrawn its claim; it will ask again. What
-    was reserved for it, if anything, is the scheduler's again, but for the `kept` blocks, which
-    come in BlocksFreed.
+    """Decode: prefill has preempted the request and withdrawn its grant request; it will ask again.
+    What was reserved for it, if anything, is the scheduler's again, but for the `kept` blocks,
+    which come in BlocksFreed.
     """
 
     request: "Request"
@@ -148,7 +148,7 @@ KVEvent = (
     StartAllowed
     | StartForbidden
     | StartDeferred
-    | BlocksClaimed
+    | GrantRequested
     | BlocksConfirmed
     | BlocksReturned
     | BlocksLanded
@@ -251,18 +251,19 @@ class ConsumerPort(RequestPort, Protocol):
         self, request: "Request", block_ids: tuple[list[int], ...], num_cached_tokens: int
     ) -> bool:
         """Blocks for all known tokens are reserved; those of the first `num_cached_tokens` hold
-        their KV already. False: prefill has withdrawn its claim; the blocks stay the scheduler's.
+        their KV already. False: prefill has withdrawn its grant request; the blocks stay the
+        scheduler's.
 
         After True the scheduler frees them through `reclaim`, BlocksReturned or
         `request_finished` only.
         """
 
     def defer(self, request: "Request") -> None:
-        """There is no room for a claim yet."""
+        """There is no room for a grant request yet."""
 
     def reclaim(self) -> "Request | None":
         """Take the youngest grant back of which prefill has announced nothing. Its request's blocks
-        are the scheduler's again, its claim stands. None: there is no such grant.
+        are the scheduler's again, its grant request stands. None: there is no such grant.
         """
 
 

@@ -50,7 +50,7 @@ ReadTable: TypeAlias = Mapping[ReadState, Mapping[ReadEvent, ReadStep]]
 _D, _DE, _DA = ConsumerState, ConsumerEvent, ConsumerAction
 _R, _RE = ReadState, ReadEvent
 
-_SESSION_STATES = (_D.EARLY, _D.CLAIMED, _D.GRANTED, _D.PULLING, _D.LANDED, _D.FETCHING)
+_SESSION_STATES = (_D.EARLY, _D.AWAITING_GRANT, _D.GRANTED, _D.PULLING, _D.LANDED, _D.FETCHING)
 
 MAX_DEFERRED = 1
 MAX_RECLAIMED = 1
@@ -118,7 +118,7 @@ class ConsumerSide:
             yield "D asks for the prefix", self._request_prefix(world)
         if d.state is _D.FETCHING and d.num_confirmed == d.num_announced:
             yield "D has every ReleaseAck", self.on(world, _DE.COMPLETED)
-        if d.state is _D.CLAIMED:
+        if d.state is _D.AWAITING_GRANT:
             yield from self._answer_claim(world)
         if self.scope.scarcity and d.state is _D.GRANTED and d.num_reclaimed < MAX_RECLAIMED:
             counted = world._replace(d=d._replace(num_reclaimed=d.num_reclaimed + 1))
@@ -379,7 +379,7 @@ _SENDS: Mapping[ConsumerAction, Callable[[World], World]] = {
     _DA.SEND_REVOKE: _send_revoke,
     _DA.SEND_CANCEL: lambda world: world.send_to_p(CancelRequest()),
     # The scheduler and the router answer at random, see `steps`.
-    _DA.CLAIM: _nothing,
+    _DA.REQUEST_GRANT: _nothing,
     _DA.START_FIRST_STEP: _nothing,
     _DA.REPORT_LOST: _nothing,
     _DA.FAIL_REQUEST: _nothing,

@@ -20,7 +20,7 @@ _D, _DE = ConsumerState, ConsumerEvent
 # What the two ends of a request's session are in meanwhile.
 STATES = {
     Stage.QUEUED: (_P.ASKING, _D.TICKET),
-    Stage.CLAIMED: (_P.ASKING, _D.CLAIMED),
+    Stage.CLAIMED: (_P.ASKING, _D.AWAITING_GRANT),
     Stage.GRANTED: (_P.GRANTED, _D.GRANTED),
     Stage.STARTED: (_P.SENDING, _D.GRANTED),
     Stage.PULLED: (_P.SENDING, _D.PULLING),
@@ -80,12 +80,12 @@ def test_a_move_is_one_of_the_tables(before: Stage, after: Stage) -> None:
 def test_what_p_has_started_when_d_reclaims_it_is_given_up() -> None:
     p, d = STATES[Stage.STARTED]
     assert PRODUCER[p][_PE.REVOKED].next is _P.ENDED
-    assert CONSUMER[d][_DE.RECLAIMED].next is _D.CLAIMED
+    assert CONSUMER[d][_DE.RECLAIMED].next is _D.AWAITING_GRANT
 
 
 def test_the_tables_have_no_other_way_to_blocks() -> None:
     """D's blocks before P's, and what is announced stays."""
     assert [p for p in _P if _PE.STARTED in PRODUCER[p]] == [_P.GRANTED]
-    assert [d for d in _D if _DE.RESERVED in CONSUMER[d]] == [_D.CLAIMED]
+    assert [d for d in _D if _DE.RESERVED in CONSUMER[d]] == [_D.AWAITING_GRANT]
     revocable = {stage for stage, (_, d) in STATES.items() if _DE.RECLAIMED in CONSUMER[d]}
     assert revocable == REVOCABLE

@@ -19,11 +19,11 @@ from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.results import Results
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
+    GrantRequested,
     KVEvent,
     PrefixWanted,
     PullFinished,
@@ -96,8 +96,8 @@ class KVEvents:
                 containers.remote_decodes.forbid(request)
             case StartDeferred():
                 containers.remote_decodes.defer(request)
-            case BlocksClaimed():
-                containers.remote_prefills.claim(request, event.claimed_time)
+            case GrantRequested():
+                containers.remote_prefills.add_grant_request(request, event.requested_time)
             case BlocksConfirmed():
                 self._kv.cache_blocks(request, event.num_tokens)
             case BlocksReturned():
@@ -149,7 +149,7 @@ class KVEvents:
         here.
         """
         self.rollback_first_step(request)
-        self._containers.remote_prefills.drop_claim(request)
+        self._containers.remote_prefills.drop_grant_request(request)
         request.record_event(EngineCoreEventType.KV_LOST)
         self._outputs.emit(request, kv_lost=self._limit_to_cached(request, lost))
 

@@ -2,9 +2,9 @@
 the router's ticket until they can run.
 
 A ticket holds nothing. When prefill asks, the request gets its blocks, if there is room and a slot
-in sight, and prefill may start. Among claims and local requests whoever has had to wait for long is
-the next to get blocks, so that nobody starves; preempted requests come before all of them. Probes,
-of which few are let in at a time, need only free blocks.
+in sight, and prefill may start. Among grant requests and local requests whoever has had to wait for
+long is the next to get blocks, so that nobody starves; preempted requests come before all of them.
+Probes, of which few are let in at a time, need only free blocks.
 """
 
 import bisect
@@ -23,12 +23,12 @@ from pdserve_engine.request.request import Request, RequestContainer, RequestSta
 OVERDUE_S = 1.0
 # Requests that have blocks and do not run may hold this share of the pool, or one of them any.
 MAX_SHARE = 0.25
-# Claims that have to wait and are overtaken in one step.
+# Grant requests that have to wait and are overtaken in one step.
 MAX_SKIPPED = 16
 
 
 @dataclass(slots=True, eq=False)
-class _Claim:
+class _GrantRequest:
     request: Request
     since: float
     # Prefill knows that it has to wait.
@@ -39,7 +39,7 @@ class _Claim:
 
 
 class Room(NamedTuple):
-    """What limits grants; counted once for many claims."""
+    """What limits grants; counted once for many grant requests."""
 
     # Blocks of pulls that do not run.
     num_held: int
@@ -53,7 +53,7 @@ _ROOM_OF_PROBES = Room(num_held=0, num_spare=0, slot_forecast=SlotForecast([0], 
 
 
 class RemotePrefills(RequestContainer):
-    """Requests that wait for their KV, and the claims of prefill on blocks for them. What is done
+    """Requests that wait for their KV, and prefill's grant requests for them. What is done
     to one that is computed here does nothing.
     """
 
@@ -71,10 +71,10 @@ class RemotePrefills(RequestContainer):
         self._kv = kv_cache_manager
         self._decode_slots = decode_slots
         self._clock = clock
-        # And when prefill claimed blocks last; before that, or after a rollback: when it came.
+        # And when prefill asked for blocks last; before that, or after a rollback: when it came.
         self._requests: dict[Request, float] = {}
-        self._claims: deque[_Claim] = deque()
-        self._probe_claims: deque[_Claim] = deque()
+        self._grant_requests: deque[_GrantRequest] = deque()
+        self._probe_grant_requests: deque[_GrantRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -87,8 +87,10 @@ class RemotePrefills(RequestContainer):
         return (request for request in self._requests if request.progress.num_slots)
 
     def come_before(self, waiting_since: float) -> bool:
-        """Must a local request that has waited since then leave its blocks to an overdue claim?"""
-        first = self._claims[0] if self._claims else None
+        """Must a local request that has waited since then leave its blocks to an overdue grant
+        request?
+        """
+        first = self._grant_requests[0] if self._grant_requests else None
         if first is None or not first.is_overdue(self._clock()):
             return False
         return first.since < waiting_since
@@ -119,90 +121,97 @@ class RemotePrefills(RequestContainer):
     def remove_request(self, request: Request) -> None:
         del self._requests[request]
         request.left()
-        self.drop_claim(request)
+        self.drop_grant_request(request)
 
     def land(self, request: Request) -> None:
         """All of its KV is here: forget it."""
         self._decode_slots.land(request)
         self.remove_request(request)
 
-    def claim(self, request: Request, since: float) -> None:
+    def add_grant_request(self, request: Request, since: float) -> None:
         """Prefill wants to start the request, and has asked at `since` (by the clock, not after
-        now); it gets its blocks when grant_claims finds room.
+        now); it gets its blocks when serve_grant_requests finds room.
         """
-        # It may have asked, withdrawn and asked again before the first claim had its turn.
-        claims = self._claims_like(request)
-        if all(claim.request is not request for claim in claims):
+        # It may have asked, withdrawn and asked again before the first grant request had its turn.
+        queue = self._queue_like(request)
+        if all(other.request is not request for other in queue):
             self._requests[request] = since
-            # Prefill may have asked before its ticket was here: then younger claims are here
-            # already.
-            bisect.insort(claims, _Claim(request, since), key=lambda other: other.since)
+            # Prefill may have asked before its ticket was here: then younger grant requests are
+            # here already.
+            bisect.insort(queue, _GrantRequest(request, since), key=lambda other: other.since)
 
-    def drop_claim(self, request: Request) -> None:
-        """Prefill's claim, if there is one, does not count any more, whether granted or not."""
+    def drop_grant_request(self, request: Request) -> None:
+        """Prefill's grant request, if there is one, does not count any more, whether granted or
+        not.
+        """
         self._decode_slots.withdraw(request)
-        claims = self._claims_like(request)
-        for claim in [claim for claim in claims if claim.request is request]:
-            claims.remove(claim)
+        queue = self._queue_like(request)
+        for other in [other for other in queue if other.request is request]:
+            queue.remove(other)
 
     def grant_probes(self, num_free_slots: Callable[[], int]) -> None:
-        """Give blocks to probes' claims, however many others wait."""
-        while self._probe_claims and num_free_slots() > 0:
-            if not self._reserve(self._probe_claims[0].request, _ROOM_OF_PROBES):
+        """Give blocks to probes' grant requests, however many others wait."""
+        while self._probe_grant_requests and num_free_slots() > 0:
+            if not self._reserve(self._probe_grant_requests[0].request, _ROOM_OF_PROBES):
                 return
-            self._probe_claims.popleft()
+            self._probe_grant_requests.popleft()
 
-    def grant_claims(self, find_room: Callable[[], Room], waiting_since: float) -> None:
-        """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
-        that has waited since `waiting_since` if that is overdue.
+    def serve_grant_requests(self, find_room: Callable[[], Room], waiting_since: float) -> None:
+        """Give blocks to grant requests, oldest first; none overtakes an overdue one, or a local
+        request that has waited since `waiting_since` if that is overdue.
         """
         now = self._clock()
         is_overdue = now - waiting_since > OVERDUE_S
         room: Room | None = None
         num_skipped = 0
-        for claim in list(self._claims):
-            if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < claim.since):
+        for grant_request in list(self._grant_requests):
+            if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < grant_request.since):
                 return
             room = room or find_room()
-            if self._reserve(claim.request, room):
-                self._claims.remove(claim)
+            if self._reserve(grant_request.request, room):
+                self._grant_requests.remove(grant_request)
                 room = None
-            elif claim.is_overdue(now):
+            elif grant_request.is_overdue(now):
                 return
             else:
                 num_skipped += 1
 
-    def defer_claims(self) -> None:
-        """Have prefill know, once, of each claim that has not been granted, that it has to wait."""
-        for claim in self._claims:
-            if not claim.is_deferred:
-                claim.is_deferred = True
-                self.port.defer(claim.request)
+    def defer_grant_requests(self) -> None:
+        """Have prefill know, once, of each grant request that has not been granted, that it has to
+        wait.
+        """
+        for grant_request in self._grant_requests:
+            if not grant_request.is_deferred:
+                grant_request.is_deferred = True
+                self.port.defer(grant_request.request)
 
     def give_back(self, request: Request, kept: frozenset[int]) -> None:
-        """Prefill has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
-        self.drop_claim(request)
+        """Prefill has withdrawn its grant request: free what was reserved, but for the `kept`
+        blocks.
+        """
+        self.drop_grant_request(request)
         self._free(request, kept)
 
     def reclaim(self) -> bool:
-        """Free the blocks of the youngest request that prefill has announced nothing of; its claim
-        stands as if it had not been granted. False if there is none.
+        """Free the blocks of the youngest request that prefill has announced nothing of; its grant
+        request stands as if it had not been granted. False if there is none.
         """
         request = self.port.reclaim()
         if request is None:
             return False
         self._decode_slots.withdraw(request)
         self._free(request)
-        claim = _Claim(request, self._requests[request], is_deferred=True)
-        bisect.insort_left(self._claims_like(request), claim, key=lambda other: other.since)
+        grant_request = _GrantRequest(request, self._requests[request], is_deferred=True)
+        bisect.insort_left(self._queue_like(request), grant_request, key=lambda other: other.since)
         return True
 
-    def _claims_like(self, request: Request) -> deque[_Claim]:
-        return self._probe_claims if request.is_probe else self._claims
+    def _queue_like(self, request: Request) -> deque[_GrantRequest]:
+        return self._probe_grant_requests if request.is_probe else self._grant_requests
 
     def _reserve(self, request: Request, room: Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,
-        and tell prefill. False if there is no room; True also if prefill has withdrawn its claim.
+        and tell prefill. False if there is no room; True also if prefill has withdrawn its grant
+        request.
         """
         if not self._decode_slots.may_grant(request, room.slot_forecast):
             return False

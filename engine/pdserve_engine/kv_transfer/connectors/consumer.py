@@ -74,11 +74,11 @@ class ConsumerConnector(ReaderConnector):
     ) -> bool:
         with self._lock:
             pull = self._machine.pulls.get(_key_of(request))
-            # A claim that the scheduler has not heard of yet is not the one it answers.
+            # A grant request that the scheduler has not heard of yet is not the one it answers.
             if (
                 pull is None
-                or pull.state is not ConsumerState.CLAIMED
-                or self._machine.is_claim_pending(request)
+                or pull.state is not ConsumerState.AWAITING_GRANT
+                or self._machine.is_grant_request_pending(request)
             ):
                 return False
             self._num_grants += 1
@@ -116,7 +116,7 @@ class ConsumerConnector(ReaderConnector):
         num_asked, pull.num_tokens = pull.num_tokens, request.num_tokens
         pull.request = request
         self._machine.advance(pull, ConsumerEvent.TICKETED)
-        self._check_claim(pull, num_asked)
+        self._check_grant_request(pull, num_asked)
 
     def _keep_held(self, request_id: str) -> None:
         """The router has decided how the request goes on: what is held for it (K6) stays until the
@@ -154,7 +154,7 @@ class ConsumerConnector(ReaderConnector):
             return False
         self._machine.open_session(pull, link, message.session)
         self._machine.advance(pull, ConsumerEvent.ASKED)
-        self._check_claim(pull, message.num_tokens)
+        self._check_grant_request(pull, message.num_tokens)
         return True
 
     def _add_early(self, key: PullKey, link: KVLink, message: GrantRequest) -> bool:
@@ -167,7 +167,7 @@ class ConsumerConnector(ReaderConnector):
         self._machine.open_session(pull, link, message.session)
         return True
 
-    def _check_claim(self, pull: Pull, num_asked: int) -> None:
+    def _check_grant_request(self, pull: Pull, num_asked: int) -> None:
         if num_asked != pull.num_tokens:
             self._machine.lose_protocol(
                 pull, f"asked for {num_asked} tokens, it has {pull.num_tokens}"
@@ -210,7 +210,7 @@ class ConsumerConnector(ReaderConnector):
         return self._machine.lose(pull, event, reason, text)
 
     def _on_preempted(self, pull: Pull) -> bool:
-        """Prefill will ask again. Until then the scheduler has neither a claim nor blocks
+        """Prefill will ask again. Until then the scheduler has neither a grant request nor blocks
         for it.
         """
         is_known = self._machine.advance(pull, ConsumerEvent.SESSION_PREEMPTED)

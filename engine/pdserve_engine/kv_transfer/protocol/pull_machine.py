@@ -29,10 +29,10 @@ from pdserve_common.types.kv import (
 from pdserve_engine.kv_transfer.base import ConnectorContext, ReadResult
 from pdserve_engine.kv_transfer.connectors.links import SESSION_LOST, KVLink, RecentKeys
 from pdserve_engine.kv_transfer.ports import (
-    BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
+    GrantRequested,
     KVEvent,
     PullFinished,
     PullLost,
@@ -68,7 +68,7 @@ HOLD_S = 5.0
 _SESSION_STATES = frozenset(
     {
         ConsumerState.EARLY,
-        ConsumerState.CLAIMED,
+        ConsumerState.AWAITING_GRANT,
         ConsumerState.GRANTED,
         ConsumerState.PULLING,
         ConsumerState.LANDED,
@@ -114,7 +114,7 @@ class PullMachine:
         # Lost pulls that the scheduler, and so the router, has not heard of yet.
         self._unheard: list[Pull] = []
         self._actions: dict[ConsumerAction, Callable[[Pull], None]] = {
-            ConsumerAction.CLAIM: self._claim,
+            ConsumerAction.REQUEST_GRANT: self._request_grant,
             ConsumerAction.SEND_PREFIX_REQUEST: self._send_prefix_request,
             ConsumerAction.SEND_GRANTED: self._send_granted,
             ConsumerAction.SEND_LATER: lambda pull: _send(pull, Later(session=_session_of(pull))),
@@ -171,9 +171,9 @@ class PullMachine:
         self._kv_events.append(event)
         self._wakeup()
 
-    def is_claim_pending(self, request: Request) -> bool:
-        """Is there a claim of the request that the scheduler has not heard of yet?"""
-        return any(isinstance(n, BlocksClaimed) and n.request is request for n in self._kv_events)
+    def is_grant_request_pending(self, request: Request) -> bool:
+        """Is there a grant request of the request that the scheduler has not heard of yet?"""
+        return any(isinstance(n, GrantRequested) and n.request is request for n in self._kv_events)
 
     def advance(self, pull: Pull, event: ConsumerEvent) -> bool:
         """Take a step of the CONSUMER table. False: the event comes too late."""
@@ -269,8 +269,8 @@ class PullMachine:
 
     # ---- what the steps do
 
-    def _claim(self, pull: Pull) -> None:
-        self.tell(BlocksClaimed(pull.ticket, pull.asked_time))
+    def _request_grant(self, pull: Pull) -> None:
+        self.tell(GrantRequested(pull.ticket, pull.asked_time))
 
     def _send_prefix_request(self, pull: Pull) -> None:
         message = PrefixRequest(
@@ -432,10 +432,10 @@ def _log(pull: Pull, level: int, text: str, *args: object) -> None:
 
 
 def _session_of(pull: Pull) -> KVSessionId:
-    assert pull.session is not None, "pulls from claimed to landed have a session"
+    assert pull.session is not None, "pulls from awaiting_grant to landed have a session"
     return pull.session
 
 
 def _send(pull: Pull, message: KVLinkRequestMessage) -> None:
-    assert pull.link is not None, "pulls from claimed to landed have a link"
+    assert pull.link is not None, "pulls from awaiting_grant to landed have a link"
     pull.link.handle.send(message)

@@ -179,7 +179,7 @@ class ConsumerState(enum.Enum):
     # The router has announced the request, prefill has not asked yet.
     TICKET = enum.auto()
     # Both: the scheduler looks for room.
-    CLAIMED = enum.auto()
+    AWAITING_GRANT = enum.auto()
     # Blocks are reserved, prefill may start.
     GRANTED = enum.auto()
     # Blocks are announced and read.
@@ -245,7 +245,7 @@ class ConsumerAction(enum.Enum):
     """What decode does about it."""
 
     # Has the scheduler reserve blocks.
-    CLAIM = enum.auto()
+    REQUEST_GRANT = enum.auto()
     SEND_PREFIX_REQUEST = enum.auto()
     SEND_GRANTED = enum.auto()
     SEND_LATER = enum.auto()
@@ -291,7 +291,7 @@ _ASK_AGAIN = ConsumerStep(_D.TICKET, (_DA.GIVE_BACK,))
 
 CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
     _D.EARLY: {
-        _DE.TICKETED: ConsumerStep(_D.CLAIMED, (_DA.CLAIM,)),
+        _DE.TICKETED: ConsumerStep(_D.AWAITING_GRANT, (_DA.REQUEST_GRANT,)),
         # The ticket may still come: then prefill asks again, or the router hears of prefill's end
         # from prefill.
         _DE.SESSION_PREEMPTED: ConsumerStep(_D.ENDED),
@@ -302,18 +302,18 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
     },
     _D.TICKET: {
         **_WAITING,
-        _DE.ASKED: ConsumerStep(_D.CLAIMED, (_DA.CLAIM,)),
+        _DE.ASKED: ConsumerStep(_D.AWAITING_GRANT, (_DA.REQUEST_GRANT,)),
     },
-    _D.CLAIMED: {
+    _D.AWAITING_GRANT: {
         **_WAITING,
         _DE.SESSION_PREEMPTED: ConsumerStep(_D.TICKET),
         _DE.RESERVED: ConsumerStep(_D.GRANTED, (_DA.SEND_GRANTED,)),
-        _DE.NO_ROOM: ConsumerStep(_D.CLAIMED, (_DA.SEND_LATER,)),
+        _DE.NO_ROOM: ConsumerStep(_D.AWAITING_GRANT, (_DA.SEND_LATER,)),
     },
     _D.GRANTED: {
         **_WAITING,
         _DE.SESSION_PREEMPTED: _ASK_AGAIN,
-        _DE.RECLAIMED: ConsumerStep(_D.CLAIMED, (_DA.SEND_REVOKE, _DA.GIVE_BACK)),
+        _DE.RECLAIMED: ConsumerStep(_D.AWAITING_GRANT, (_DA.SEND_REVOKE, _DA.GIVE_BACK)),
         _DE.ANNOUNCED: ConsumerStep(_D.PULLING, (_DA.POST_READ,)),
         # All of the prompt is cached here.
         _DE.PREFILL_DONE: ConsumerStep(_D.PULLING),
