@@ -84,7 +84,7 @@ class _Routers:
         self._channels = channels
         self._stubs = [pb2_grpc.InferenceServiceStub(channel) for channel in channels]
         self._max_resumes = max_resumes
-        # Of every call: who is calling.
+        # Every call says who is calling.
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         # Moves on when a router is lost, so that later calls do not try it first.
         self._router = 0

@@ -44,7 +44,7 @@ POLL_S = 0.1
 # answers to be read and connections to be cut, a worker for streams to end and its engine to close,
 # both for a collector of spans that does not answer.
 END_MARGIN_S = 15.0
-# Of a service's log: what is shown when it is given up, and how much is read for that.
+# So much of a service's log is shown when it is given up, and so much is read for that.
 NUM_LAST_MESSAGES = 8
 MAX_TAIL_BYTES = 64 * 1024
 # Below the range that outgoing connections take their ports from: one that is free now will not be

@@ -29,7 +29,7 @@ _OTHER_VARIABLES = {"PDSERVE_KERNELS_DIR", "PDSERVE_CPU_ISA", "PDSERVE_API_KEY"}
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["any", "shm", "tcp", "rdma"]
 
-# Of what clients ask for by a name.
+# A name that clients ask for has at most so many characters.
 MAX_NAME_CHARS = 128
 
 T = TypeVar("T")

@@ -50,7 +50,7 @@ from pdserve_engine.spec_decode.factory import make_proposer
 
 logger = logging.getLogger(__name__)
 
-# Of requests: served where grammars are.
+# Fields of requests that are served where grammars are.
 _GRAMMAR_FIELDS = ("structured_outputs", "reasoning_ended", "reasoning_parser_kwargs")
 
 
@@ -61,7 +61,7 @@ class LoadedEngine:
     core: EngineCore
     info: EngineInfo
     connector: KVConnector | None
-    # Of prefixes: the other role, over the same transport.
+    # The connector of prefixes has the other role, over the same transport.
     prefix_connector: KVConnector | None
     offload: KVOffload | None
     control: EngineControl

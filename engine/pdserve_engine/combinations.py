@@ -30,7 +30,7 @@ class Feature(enum.Enum):
     PREFIX_PULLS = "`--prefix-pulls`"
     KV_OFFLOAD = "KV in tiers (`--kv-offload-host-bytes`, `--kv-offload-disk-path`)"
     POISONED_BLOCKS = "`--poison-freed-blocks`"
-    # Of the model.
+    # Features of the model.
     TRANSFORMERS = "models on the transformers backend"
     EXPERTS = "models with experts on our own code"
     SLIDING_WINDOWS = "models with sliding windows"

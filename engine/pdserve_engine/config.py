@@ -28,7 +28,7 @@ DEFAULT_BLOCK_SIZE: dict[Device, int] = {"cpu": 16, "cuda": 64}
 # for a prompt's last chunk.
 DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
-# Of a label's value in Kubernetes.
+# A label's value in Kubernetes has at most so many characters.
 MAX_ZONE_CHARS = 63
 # Places in the batch besides max_num_seqs, for probes: as many as one router has under way.
 NUM_PROBE_SLOTS = 4
@@ -46,7 +46,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 1
     kv_watermark: float = 0.0
-    # Of the model's pipeline: what a step samples is known to the first stage when it is told.
+    # The stages of the model's pipeline: what a step samples is known to the first stage when it is
+    # told.
     num_stages: int = 1
     # The most drafts that a request has in a step.
     num_speculative_tokens: int = 5

@@ -19,7 +19,7 @@ class Attention:
     """
 
     qkv: Any
-    # Of each head, [head_dim] in the model's dtype; both None if heads are not normed.
+    # The norms of each head, [head_dim] in the model's dtype; both None if heads are not normed.
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     output: Any
@@ -28,7 +28,7 @@ class Attention:
     group: int
     slot: int
     window: int | None
-    # Of a cache in FP8.
+    # The scales of a cache in FP8.
     kv_scales: KVScales = NO_SCALES
 
     @property

@@ -14,7 +14,7 @@ class KVScales(NamedTuple):
     value: float = 1.0
 
 
-# Of a cache in the model's dtype, and of one in FP8 whose model has been given none.
+# The scales of a cache in the model's dtype, and of one in FP8 whose model has been given none.
 NO_SCALES = KVScales()
 
 

@@ -22,7 +22,7 @@ class PlainFunctions:
     linear_sums: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_lora: Callable[[torch.Tensor, Any, Adapted], torch.Tensor]
-    # Of ranks that have a part of the inputs each: what they add up, and what comes of it.
+    # For ranks that have a part of the inputs each: what they add up, and what comes of it.
     shrink_lora: Callable[[torch.Tensor, Any, Adapted], torch.Tensor]
     expand_lora: Callable[[torch.Tensor, torch.Tensor, Any, Adapted], None]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]

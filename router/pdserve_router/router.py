@@ -54,7 +54,7 @@ _BEGIN_TOGETHER = 2
 # Outcomes of requests that no worker got.
 _NOT_TAKEN = ("refused", "rejected")
 OVERLOADED_RETRY_AFTER_MS = 1000
-# Of a request that would have been served at another time.
+# Errors of a request that would have been served at another time.
 _REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING)
 # Their text is needed again, which takes about 3 us each; that of more is made in a thread.
 INLINE_RESUMED_TOKENS = 2048
@@ -113,7 +113,7 @@ class Router:
         self._waiting: set[LiveRequest] = set()
         # Those that run, with what each holds of its tenant's limits.
         self._live: dict[LiveRequest, Reservation] = {}
-        # Of those, the ones whose time to the first token is not exported yet.
+        # The part of those whose time to the first token is not exported yet.
         self._unobserved: set[LiveRequest] = set()
         # The drain is over: what arrives yet does not begin.
         self._is_cut = False
@@ -133,7 +133,7 @@ class Router:
     def max_request_bytes(self) -> int | None:
         """How many bytes a request can use; None if nobody knows."""
         limits = self.pool.limits
-        # Of bytes of pictures there may be any number.
+        # Pictures may have any number of bytes.
         if limits is None or limits.capabilities.modalities:
             return None
         return max_request_bytes(

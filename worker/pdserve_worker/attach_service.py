@@ -61,7 +61,7 @@ SERVICE_NAME = "pdserve.v1.EngineCoreService"
 # How long a router may take to say who it is.
 HELLO_TIMEOUT_S = 5.0
 
-# Of a worker's state: draining, paused, the version of its adapters.
+# A worker's state: draining, paused, the version of its adapters.
 _Told = tuple[bool, bool, int]
 
 

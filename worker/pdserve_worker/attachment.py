@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # How long a router whose stream broke keeps its requests, while this process is awake.
 REATTACH_S = 5.0
-# Of frames that a router has not acknowledged. One that lacks older ones cannot resume.
+# Frames that a router has not acknowledged take at most so much. A router that lacks older ones
+# cannot resume.
 MAX_KEPT_BYTES = MAX_PENDING_BYTES
 
 

@@ -10,9 +10,10 @@ from pdserve_common.types.kv import KVCacheEvents
 
 logger = logging.getLogger(__name__)
 
-# Of a message, 32 KiB on the wire: tokens must not wait behind it. The rest comes with the next.
+# A message has at most so many, 32 KiB on the wire: tokens must not wait behind it. The rest comes
+# with the next.
 MAX_BLOCKS = 4096
-# Of a router. One that is further behind gets all that is cached again.
+# A router has at most so many. One that is further behind gets all that is cached again.
 MAX_PENDING = 65536
 # How long changes wait for a message that they can ride on.
 DELAY_S = 0.02

@@ -18,7 +18,7 @@ from pdserve_common.types.engine import (
 )
 
 MAX_PENDING_BYTES = 16 * 1024 * 1024
-# Of one request: it has to fit into one message, by this rough measure.
+# One request's output has at most so much: it has to fit into one message, by this rough measure.
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 # A frame stays well below gRPC's message limit and does not hold up the frames behind it.
 MAX_FRAME_BYTES = 1024 * 1024

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # vLLM's name, so that what is made for its traces finds ours.
 SPAN_NAME = "llm_request"
-# Of a leg that its router has ended, or that has nothing to do.
+# How a leg ends that its router has ended, or that has nothing to do.
 _NO_ERRORS = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT, ErrorCode.OVERLOADED)
 # They are spans, or their ends.
 _SHOWN_AS_SPANS = (

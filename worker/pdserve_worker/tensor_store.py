@@ -49,7 +49,7 @@ class TensorStore:
         # In the order of their leases' ends.
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._num_held_bytes = 0
-        # Of uploads under way: their connections and sizes.
+        # The connections and sizes of uploads under way.
         self._uploads: list[tuple[str, int]] = []
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 MAX_FILE_BYTES = 2**20
 VERSION = 1
-# Of a step, and of anything else that is measured here.
+# No step, and nothing else that is measured here, takes longer.
 MAX_SECONDS = 3600.0
 
 
@@ -81,7 +81,7 @@ class CostProfile:
     measured_at: str
     step: StepCost
     decode_worker: WorkerLimits
-    # Of every request's first token: router and network, both ways.
+    # What router and network add to every request's first token, both ways.
     overhead_s: float
     # None: measured without prefill workers.
     handoff: HandoffCost | None = None

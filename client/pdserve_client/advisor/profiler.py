@@ -28,11 +28,11 @@ from pdserve_common.wire import from_proto
 # Below it most tokenizers have their special tokens.
 FIRST_TOKEN_ID = 3
 INFO_TIMEOUT_S = 10.0
-# Of a prompt's probe: its first token, the first step of decode, and one more.
+# A prompt's probe has its first token, the first step of decode, and one more.
 PROBE_OUTPUT_TOKENS = 3
 # Steps with a full batch that count as a measurement, and that are asked for.
 MIN_STEPS, WANTED_STEPS = 8, 24
-# Of the pool, so that nobody is preempted.
+# The measurement fills at most this part of the pool, so that nobody is preempted.
 MAX_POOL_SHARE = 0.7
 
 

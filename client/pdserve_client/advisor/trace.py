@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 MAX_FILE_BYTES = 512 * 2**20
 MAX_LINE_BYTES = 2**20
-# Of shared starts that differ: 16 tokens each of ours, one hash id of Mooncake's.
+# A trace has at most so many different shared starts: 16 tokens each of ours, one hash id of
+# Mooncake's.
 MAX_PREFIX_UNITS = 1 << 25
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 2**22
@@ -19,7 +20,7 @@ MAX_ARRIVAL_S = 1e8
 MAX_NAME_CHARS = 256
 # What one entry of `TraceRequest.prefix` stands for, unless the trace says otherwise.
 PREFIX_UNIT_TOKENS = 16
-# Of a trace with hash_ids: as Mooncake publishes them.
+# A hash_id of a trace stands for so many tokens, as Mooncake publishes them.
 HASH_BLOCK_TOKENS = 512
 
 

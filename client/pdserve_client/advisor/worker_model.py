@@ -25,7 +25,7 @@ class Leg:
 
     number: int
     request: TraceRequest
-    # Of the prompt's beginning, in the pools.
+    # They name the prompt's beginning in the pools.
     keys: tuple[int, ...]
     # It ends here with so many tokens.
     num_to_generate: int

@@ -46,7 +46,7 @@ _ROUTER_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
     ("best_of", None),
     ("use_beam_search", False),
 )
-# Of EngineCoreRequest, what only a request with output tokens can have.
+# Fields of EngineCoreRequest that only a request with output tokens can have.
 _GENERATION_FIELDS: tuple[tuple[str, object], ...] = (
     ("mm_features", ()),
     ("kv_transfer_params", None),

@@ -18,12 +18,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**64 - 1
-# Of a seed that is drawn because none was given.
+# A seed that is drawn, because none was given, has so many bits.
 DRAWN_SEED_BITS = 63
-# Of clients' requests.
+# Clients' priorities are between plus and minus this.
 PRIORITY_LIMIT = 2**31 - 2
-# Of routers' own tiny requests, which show whether workers can be used. Workers compute these
-# before all others, and beside a full batch, so no other may look like one.
+# Routers' own tiny requests, which show whether workers can be used, have this priority. Workers
+# compute these before all others, and beside a full batch, so no other may look like one.
 PROBE_PRIORITY = -PRIORITY_LIMIT - 1
 MAX_PROBE_BLOCKS = 2
 MAX_PROBE_TOKENS = 2
@@ -41,7 +41,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
-# Of one request; routers have a limit of their own, which is lower.
+# One request has at most so many; routers have a limit of their own, which is lower.
 MAX_MM_FEATURES = 256
 MAX_LOGITS_PROCESSORS = 16
 MAX_PATTERN_SIZE = 1024
@@ -51,7 +51,7 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 # A router gives up long before.
 MAX_ATTEMPT = 1000
 MAX_TRACE_HEADERS = 8
-# Of a name or a value; W3C's tracestate has room for 512.
+# A name or a value has at most so many characters; W3C's tracestate has room for 512.
 MAX_TRACE_HEADER_CHARS = 512
 
 

@@ -4,7 +4,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from pdserve_common.types.engine import DRAFT_SOURCES, DraftStats
 
-# Whose series are there from the start: as many as workers guess if not told otherwise.
+# The series of so many positions are there from the start: as many as workers guess if not told
+# otherwise.
 NUM_FIRST_POSITIONS = 5
 
 

@@ -28,7 +28,7 @@ from pdserve_common.metrics.quotas import QuotaMetrics
 from pdserve_common.metrics.tensors import PictureMetrics
 from pdserve_common.types.engine import FinishReason, SchedulerStats
 
-# Of stats: a figure's value.
+# It takes a figure's value out of stats.
 _Value: TypeAlias = Callable[[Any], float]
 FINISH_REASONS = tuple(map(str, FinishReason))
 

@@ -38,7 +38,8 @@ Loop = Literal[
 ]
 LOOPS: tuple[Loop, ...] = get_args(Loop)
 
-# Of the process, as its log is: a thread may serve several registries' owners, or none.
+# The counter is the process's, as its log is: a thread may serve several registries' owners, or
+# none.
 DEFECTS = Counter(
     "pdserve_defects_total",
     "Exceptions that nobody expected, by where they came from; each is in the log",

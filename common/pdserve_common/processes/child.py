@@ -15,7 +15,7 @@ from pdserve_common.processes import lifecycle
 
 logger = logging.getLogger(__name__)
 
-# Of a process that was killed.
+# A process that was killed has so long to end.
 EXIT_TIMEOUT_S = 5.0
 # A process whose socket has closed is on its way out.
 DESCRIBE_TIMEOUT_S = 1.0

@@ -29,7 +29,7 @@ LIVENESS_SERVICE = "liveness"
 HEALTH_TIMEOUT_S = 2.0
 # A prompt of 128 k tokens is 0.5 MB packed; tensors are not to ride in requests.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-# Of one connection; a client's library keeps the others back until one has ended.
+# One connection has at most so many; a client's library keeps the others back until one has ended.
 MAX_CONCURRENT_STREAMS = 1024
 HANDSHAKE_TIMEOUT_S = 10.0
 # Trailing metadata, in milliseconds.

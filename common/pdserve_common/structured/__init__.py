@@ -17,7 +17,7 @@ from pdserve_common.types.sampling_params import SamplingParams, StructuredOutpu
 MAX_CHOICES = 1000
 # A structural tag may have the schemas of many tools.
 MAX_TAG_BYTES = 256 * 1024
-# Of what is compiled.
+# What is compiled has at most so many bytes.
 MAX_TEXT_BYTES = 1024 * 1024
 _FIELD = "structured_outputs"
 

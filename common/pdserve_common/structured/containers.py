@@ -7,7 +7,8 @@ from pdserve_common.structured.node import Node, Written, if_set, kind, short
 from pdserve_common.structured.scalars import read_pattern
 
 MAX_NAME_CHARS = 64
-# Of an object with minProperties or maxProperties: xgrammar makes a rule for each pair of them.
+# An object with minProperties or maxProperties has at most so many: xgrammar makes a rule for each
+# pair of them.
 MAX_COUNTED_PROPERTIES = 64
 
 

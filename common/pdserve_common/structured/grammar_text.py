@@ -19,7 +19,7 @@ from pdserve_common.structured.patterns import (
     union,
 )
 
-# Of groups within each other.
+# Groups lie at most so deep within each other.
 MAX_DEPTH = 64
 _ROOT = "root"
 # What UTF-8 can say.

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from pdserve_common.errors import InvalidRequestError
 
 MAX_BYTES = 64 * 1024
-# Of arrays and objects within each other.
+# Arrays and objects lie at most so deep within each other.
 MAX_DEPTH = 64
 # A string, also one that never ends, or a bracket. Each character is looked at once.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)

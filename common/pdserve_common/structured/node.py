@@ -13,7 +13,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import patterns
 from pdserve_common.structured.json_text import field_name
 
-# Of one document.
+# One document has at most so many of each.
 LIMITS = {
     "schemas": 5000,
     "properties": 512,
@@ -25,7 +25,7 @@ LIMITS = {
 _MAX_REFS = 8
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_$. -]+")
-# Of a bound of lengths.
+# A bound of a length is at most this.
 MAX_LENGTH = 1_000_000
 
 Json: TypeAlias = Any
@@ -50,7 +50,7 @@ class Document:
     # Named in errors.
     field: str
     read: Callable[["Node"], Written]
-    # Of names that a pattern says.
+    # Names that a pattern says have these characters.
     name_chars: patterns.Ranges = patterns.JSON_CHARS
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     # Definitions by pointer, numbered in the order of their first use.

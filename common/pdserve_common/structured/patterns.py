@@ -15,7 +15,7 @@ MAX_PATTERN_CHARS = 1024
 # Sets of characters after repetitions are written out: an automaton has about as many states.
 MAX_PATTERN_SIZE = 512
 MAX_GROUP_DEPTH = 32
-# Of a repetition's bounds.
+# A repetition's bounds are at most this.
 MAX_REPEATS = 1_000_000
 
 # Sorted, apart from each other, both ends included.

@@ -14,12 +14,12 @@ MAX_MULTIPLE_OF = 100
 MAX_MULTIPLES = 1000
 # xgrammar counts in 64 bits, and excludes a bound by adding 1.
 MAX_INTEGER = 2**63 - 2
-# Of the bounds of `number`, which xgrammar writes with 6 decimals of a double.
+# The bounds of `number` are within this; xgrammar writes them with 6 decimals of a double.
 MAX_NUMBER = 2**53
 MAX_FRACTION = 10**9
 _MICRO = Decimal("0.000001")
-# Of what patterns may have in one document: a bound of a number or of a length costs xgrammar about
-# as much as so many characters of a pattern.
+# A bound of a number or of a length counts as so many characters of what patterns may have in one
+# document: it costs xgrammar about as much.
 _BOUND_COST = 16
 # A character of a JSON string, but for those that are escaped. As one end of it is not ASCII,
 # xgrammar makes rules of it: they count, and their masks are quick.

@@ -248,7 +248,7 @@ _XML_NAME_CHARS = patterns.intersection(
 _LISTS = ("elements", "tags", "triggers", "excludes", "exclude_tokens", "trigger_tokens")
 _MAY_BE_EMPTY = ("excludes", "exclude_tokens")
 _FLAGS = ("at_least_one", "stop_after_first")
-# Of each type of format: fields that it must have, and others that it may have.
+# Each type of format has fields that it must have, and others that it may have.
 _TYPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "const_string": (("value",), ()),
     "any_text": ((), ("excludes",)),

@@ -18,7 +18,7 @@ ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array"
 # behind them nothing is said, and what is not known to be wrong passes.
 _MAX_CHECKS = 100_000
 _MAX_CHECKS_OF_VALUE = 10_000
-# Of a value, that do not count for the document: an answer may have any number of values.
+# So many checks of a value do not count for the document: an answer may have any number of values.
 _FREE_CHECKS = 100
 _MAX_DEPTH = 64
 _TYPE_NAMES: Mapping[type, str] = {

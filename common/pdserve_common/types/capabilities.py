@@ -19,13 +19,13 @@ class Capabilities:
 
     # Names that SamplingParams.logits_processors may hold.
     logits_processors: tuple[str, ...] = ()
-    # Of PoolingParams; to generate is one as well.
+    # The tasks of PoolingParams that are served; to generate is one as well.
     tasks: frozenset[str] = frozenset((GENERATE,))
     # What PoolingParams.dimensions may be; empty: unset.
     dimensions: Sequence[int] = ()
     # Digests of LoRA adapters.
     adapters: frozenset[str] = frozenset()
-    # Of multimodal features: "image", "audio".
+    # The kinds of multimodal features: "image", "audio".
     modalities: frozenset[str] = frozenset()
     # Fields of EngineCoreRequest and SamplingParams that are served with any valid value.
     fields: frozenset[str] = frozenset()

@@ -111,7 +111,7 @@ class MultiModalFeatureSpec:
     """
 
     modality: str
-    # Of pictures the content hash of `data`, hexadecimal.
+    # A picture's identifier is the content hash of `data`, hexadecimal.
     identifier: str
     position: int
     length: int
@@ -278,13 +278,13 @@ class PrefillStats:
     # From arrival to being scheduled; on prefill with the wait for decode.
     queue_s: float
     prefill_s: float
-    # Of queue_s, while decode had no room or no slot; on decode all of it.
+    # The part of queue_s while decode had no room or no slot; on decode all of it.
     decode_queue_s: float = 0.0
     # Steps that computed some of it.
     num_chunks: int = 0
 
 
-# Who guesses tokens: a client, a text that repeats itself, a draft model.
+# What guesses tokens: a client, a text that repeats itself, a draft model.
 DraftSource = Literal["prediction", "suffix", "draft_model", "grammar", "cached_request"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
@@ -365,7 +365,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     # Index of new_token_ids[0] among all output tokens of the request (rule K7).
     first_token_index: int = 0
     error: EngineError | None = None
-    # Of each step since the last output in which the request had a draft.
+    # One for each step since the last output in which the request had a draft.
     draft_stats: tuple[DraftStats, ...] = ()
 
     @property
@@ -405,7 +405,7 @@ class SchedulerStats:
     )
     num_total_blocks: int = 0
     num_free_blocks: int = 0
-    # Of the free ones, those with content that a prompt with the same beginning can take back.
+    # The free blocks with content that a prompt with the same beginning can take back.
     num_cached_blocks: int = figures.gauge("pdserve_kv_blocks", _KV_BLOCKS, state="cached")
     num_open_kv_sessions: int = 0
     prefix_cache_queries: int = figures.counter(
@@ -442,7 +442,7 @@ class SchedulerStats:
         buckets=STAGE_BUCKETS,
     )
 
-    # Of properties.
+    # These come from properties.
     DERIVED = (
         ("num_used_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "used")),
         ("num_unused_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "free")),
@@ -551,9 +551,10 @@ class EngineInfo:
     kernels: str = ""
     # Blocks of earlier requests are used again.
     has_prefix_caching: bool = True
-    # Of the tokenizer beside the weights (`tokenizer_digest`); empty if there is none.
+    # The digest of the tokenizer beside the weights (`tokenizer_digest`); empty if there is none.
     tokenizer_digest: str = ""
-    # Of what makes another model: checkpoint, dtype, quantization, EOS, logits processors.
+    # The digest of what makes another model: checkpoint, dtype, quantization, EOS, logits
+    # processors.
     weights_digest: str = ""
     # Milliseconds since 1970, by the worker's clock.
     started_at_ms: int = 0
@@ -576,9 +577,9 @@ class EngineInfo:
     # Embeddings may be cut to their leading dimensions: to these, or to any number if empty.
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
-    # Whose states are pooled: "last" or "mean"; empty for models that generate.
+    # The tokens whose states are pooled: "last" or "mean"; empty for models that generate.
     pooling_type: str = ""
-    # Of the mm_features that it takes: "image"; empty for models of text.
+    # The kinds of mm_features that it takes: "image"; empty for models of text.
     modalities: tuple[str, ...] = ()
 
     @property

@@ -66,7 +66,7 @@ class KVLayout:
     block_bytes: int
     tile_format: str = "row_major"
     num_kv_heads: int
-    # Of one KV head in a block, all slots.
+    # The bytes of one KV head in a block, all slots.
     head_bytes: int
 
     @property

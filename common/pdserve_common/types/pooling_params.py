@@ -18,7 +18,8 @@ class PoolingParams:
 
     # One of PoolingTask; a worker refuses others.
     task: str
-    # Of an embedding: leading dimensions kept, before it is scaled to unit length; None: all.
+    # The leading dimensions of an embedding that are kept, before it is scaled to unit length;
+    # None: all.
     dimensions: int | None = None
     # Embeddings: scale to unit length. Classes and scores: logits become probabilities. None: the
     # model's default.

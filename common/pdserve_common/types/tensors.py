@@ -13,7 +13,7 @@ MAX_DIMENSIONS = 4
 # 2364 pixels square, of three bytes each: far more than models of pictures see.
 MAX_TENSOR_BYTES = 16 << 20
 HASH_BYTES = 32
-# Of one message; others of the connection go on between two.
+# One message has so many bytes; others of the connection go on between two.
 CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 1 << 20
 

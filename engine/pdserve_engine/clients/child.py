@@ -75,9 +75,9 @@ class _EngineProcess:
         self._links: dict[messages.ConnectorKind, LinkHost] = {}
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
-        # Of live requests, until the other end says that they have ended.
+        # Tensors of live requests are kept until the other end says that they have ended.
         self._tensors: dict[bytes, bytes] = {}
-        # Of the adapters, as they were told.
+        # The version of the adapters that the other end was told.
         self._adapters_version = 0
 
     async def run(self) -> int:

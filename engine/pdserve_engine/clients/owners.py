@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.types.engine import EngineCoreOutput, EngineCoreRequest
 
-# Of requests whose front end is gone and that have not ended yet.
+# The owner of requests whose front end is gone and that have not ended yet.
 _NOBODY = -1
 
 

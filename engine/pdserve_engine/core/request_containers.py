@@ -82,7 +82,7 @@ class RequestContainers:
         self.isolated = IsolatedRequests(self.remote_decodes)
         self.num_preemptions = 0
         self.num_late_masks = 0
-        # Of the requests that wait, those that were running.
+        # How many of the requests that wait were running before.
         self.num_preempted = 0
 
     @property

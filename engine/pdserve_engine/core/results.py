@@ -63,7 +63,7 @@ class Results:
             stats = DraftStats(
                 source=scheduled.draft_source,
                 num_draft_tokens=scheduled.num_sampled_tokens - 1,
-                # Of tokens that count the last is no draft, unless an end came before it.
+                # The last of the tokens that count is no draft, unless an end came before it.
                 num_accepted_tokens=max(0, min(num_new, len(token_ids) - 1)),
             )
             drafts.stats.append(stats)

@@ -32,7 +32,7 @@ class StepPlan:
     scheduled: dict[Request, ScheduledTokens] = field(default_factory=dict)
     new_reqs: list[NewRequestData] = field(default_factory=list)
     cached_reqs: dict[Request, NewBlockIds] = field(default_factory=dict)
-    # Of some of cached_reqs.
+    # The drafts of some of cached_reqs.
     drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)
     # For a draft model: how many drafts requests may have after this step, and what else it does.
     num_draft_tokens: dict[str, int] = field(default_factory=dict)

@@ -66,11 +66,11 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    # Of the structural tag, or of the constraint that becomes one.
+    # The digest of the structural tag, or of the constraint that becomes one.
     digest: str
     source: StructuralTag | ReadConstraint
     queued_at: float
-    # Who waits for it; each has it among its own.
+    # The clients that wait for it; each has it among its own.
     clients: set[str]
     is_taken: bool = False
     future: "Future[CompiledGrammar]" = field(default_factory=Future)

@@ -38,9 +38,10 @@ MAX_CPU_S = 2
 MAX_WALL_S = 10.0
 # Besides what the process has before it forks.
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
-# Of a compiled grammar in memory.
+# A compiled grammar takes at most so much memory.
 MAX_GRAMMAR_BYTES = 64 * 1024 * 1024
-# Of one that is sent: in memory, and as text, which has up to 40 times as many.
+# A grammar that is sent takes at most this in memory, and as text, which has up to 40 times as
+# many.
 MAX_SMALL_BYTES = 256 * 1024
 MAX_SENT_BYTES = 16 * 1024 * 1024
 MAX_REASON_CHARS = 500

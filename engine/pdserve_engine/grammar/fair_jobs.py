@@ -15,7 +15,7 @@ T = TypeVar("T")
 @dataclass(slots=True, eq=False)
 class _Client(Generic[T]):
     cost: float
-    # Of its last turn; who had none comes first.
+    # The number of the client's last turn; who had none comes first.
     turn: int = -1
     jobs: deque[T] = field(default_factory=deque)
 
@@ -29,7 +29,7 @@ class FairJobs(Generic[T]):
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client[T]] = {}
-        # Of the client that had the last turn, before it.
+        # The cost so far of the client that had the last turn, before that turn.
         self._cost = 0.0
         self._turns = itertools.count()
 

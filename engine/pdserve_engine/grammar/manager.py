@@ -22,7 +22,7 @@ from pdserve_engine.grammar.vocabulary import Encode
 # How long a step waits for masks, and how often a row may be left out of it.
 MAX_WAIT_S = 0.005
 MAX_LATE_S = 5.0
-# Of a row's turn: one that took more CPU time takes its next among its likes.
+# A row whose turn took more CPU time has its next turn among its likes.
 SLOW_S = 0.002
 # So many tokens take that long.
 SLOW_NUM_TOKENS = 1000
@@ -98,7 +98,7 @@ class StructuredOutputManager:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._num_words = -(-vocab_size // 32)
-        # Of the last word, what stands for tokens.
+        # The bits of the last word that stand for tokens.
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else ALL_ALLOWED)
         self._clock = clock
         self._cpu_clock = cpu_clock

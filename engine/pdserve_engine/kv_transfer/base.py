@@ -87,7 +87,7 @@ class ReadResult:
 
 ReadDone = Callable[[ReadResult], None]
 
-# Whom a transport reads from, and what it says of its own side.
+# What a transport reads from, and what it says of its own side.
 PeerT = TypeVar("PeerT")
 EndpointT = TypeVar("EndpointT")
 

@@ -13,7 +13,7 @@ MAX_CONFIG_BYTES = 1 << 20
 ALL_LINEAR = "all-linear"
 MAX_SHOWN = 60
 
-# Of a linear's full name the (out_features, in_features): what adapters may change.
+# The (out_features, in_features) by a linear's full name: what adapters may change.
 Targets = Mapping[str, tuple[int, int]]
 
 # Names and patterns are looked up as they are, not as regular expressions: a folder may come from

@@ -18,8 +18,8 @@ from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 if TYPE_CHECKING:  # needs Triton
     from pdserve_kernels.triton.linears.step_lora import StepLora
 
-# Which tokens of a step have which adapter: segments in ascending order, or on CUDA what lies on
-# the device, where a graph's replay reads it.
+# The adapters of a step's tokens: segments in ascending order, or on CUDA what lies on the device,
+# where a graph's replay reads it.
 StepAdapters: TypeAlias = "Sequence[LoraSegment] | StepLora"
 
 
@@ -38,8 +38,8 @@ class ForwardInputs:
     # The tokens that have adapters, each adapter as `pack_adapter` made it. Models that cannot be
     # captured take segments alone.
     lora: StepAdapters = ()
-    # Of a model that sees pictures: [n, hidden_size], what it takes instead of the embeddings of
-    # the tokens at mm_rows, [n] int64. None: there are none.
+    # What a model that sees pictures takes instead of the embeddings of the tokens at mm_rows ([n]
+    # int64): [n, hidden_size]. None: there are none.
     mm_embeds: torch.Tensor | None = None
     mm_rows: torch.Tensor | None = None
 

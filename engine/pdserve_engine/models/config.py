@@ -87,7 +87,7 @@ class PoolerConfig:
     """What a model that pools makes of its tokens' states."""
 
     tasks: tuple[PoolingTask, ...]
-    # Whose states: the last token's, or the mean over all.
+    # The states that are pooled: the last token's, or the mean over all.
     pooling_type: PoolingType
     # 0: the pooled states are the answer, an embedding. Else the score head makes so many of them.
     num_labels: int = 0

@@ -29,7 +29,7 @@ _POOLING_MODES: Mapping[str, PoolingType] = {
 }
 _MODE_PREFIX = "pooling_mode_"
 _POOLING_TYPES: Mapping[str, PoolingType] = {"LAST": "last", "MEAN": "mean"}
-# Of the classes that a cross-encoder of Sentence-Transformers names for its answer.
+# The classes that a cross-encoder of Sentence-Transformers names for its answer.
 _ACTIVATIONS: Mapping[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid"}
 _PROBLEM_TYPES: Mapping[str, Activation] = {
     "regression": "identity",

@@ -15,7 +15,7 @@ from pdserve_engine.sampling.logits_rows import Rows
 class PoolingMetadata(NamedTuple):
     """One step's chunks, in the order of their states; the arrays are int64 [num_chunks]."""
 
-    # Of the batch.
+    # The rows of the batch.
     rows: Rows
     # The first of a chunk's states, and how many there are.
     starts: Rows

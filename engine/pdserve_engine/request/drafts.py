@@ -13,7 +13,7 @@ class RequestDrafts:
         # into tokens.
         self.spec_token_ids: tuple[int, ...] = ()
         self.forced_token_ids: tuple[int, ...] = ()
-        # Of drafts since the last output.
+        # The drafts since the last output.
         self.stats: list[DraftStats] = []
 
     def take_stats(self) -> tuple[DraftStats, ...]:

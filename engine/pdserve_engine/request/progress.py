@@ -13,7 +13,7 @@ class ScheduledTokens:
     # Output tokens that it samples behind them: none if it does not reach the last known token.
     # With drafts at most so many.
     num_sampled_tokens: int
-    # Of its drafts, if it has any: one less than the sampled tokens.
+    # Where its drafts come from, if it has any: one less than the sampled tokens.
     draft_source: DraftSource | None = None
 
 

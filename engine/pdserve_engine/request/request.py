@@ -25,7 +25,7 @@ from pdserve_engine.request.drafts import RequestDrafts
 from pdserve_engine.request.handoff import Handoff
 from pdserve_engine.request.progress import RequestProgress
 
-# Of a request that is pooled: its answer is all that it brings.
+# A request that is pooled has these: its answer is all that it brings.
 _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -64,7 +64,7 @@ class RequestContainer(Collection["Request"]):
     `container`, which calls `entered` and `left`.
     """
 
-    # Of the requests in it.
+    # What the requests in it may be.
     statuses: ClassVar[tuple[RequestStatus, ...]]
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Request:
         self.progress = RequestProgress()
         # Steps before its first token here.
         self.num_prefill_chunks = 0
-        # Of the prompt, found in the local prefix cache at the first scheduling.
+        # Tokens of the prompt that the local prefix cache had at the first scheduling.
         self.num_cached_tokens = -1
         # The same when it was queued: a guess of what it will not have to compute.
         self.num_cached_when_queued = 0

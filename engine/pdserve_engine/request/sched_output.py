@@ -30,7 +30,7 @@ class NewRequestData:
     grammar: CompiledGrammar | None = None
     # The digest of its LoRA adapter.
     adapter: str | None = None
-    # Of a request that is pooled: nothing is sampled.
+    # Set for a request that is pooled: nothing is sampled.
     pooling_params: PoolingParams | None = None
     # Its pictures, in the order of the prompt.
     mm_features: tuple[MultiModalFeatureSpec, ...] = ()
@@ -108,8 +108,8 @@ class ModelRunnerOutput:
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
     # One position per sampled token.
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
-    # Of the prompt tokens that this step's chunk was followed by: for a chunk of positions
-    # [a, b) those of tokens a + 1 to b, as far as they belong to the prompt.
+    # The prompt tokens that this step's chunk was followed by: for a chunk of positions [a, b)
+    # those of tokens a + 1 to b, as far as they belong to the prompt.
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     # Requests that could not be sampled for a reason of their own (a failing logits processor, or
     # all tokens banned).
@@ -117,12 +117,12 @@ class ModelRunnerOutput:
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     # The answers to requests that are pooled, of which the step computed the prompt's end.
     pooler_outputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    # Of a draft model: guesses of what follows the sampled tokens, in order, of some requests.
+    # What a draft model guesses to follow the sampled tokens of some requests, in order.
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # How much of the step's time the draft model took.
     drafting_s: float = 0.0
-    # Of requests whose grammars leave no choice: what has to follow the sampled tokens, as a text
-    # is usually cut into tokens.
+    # What has to follow the sampled tokens of requests whose grammars leave no choice, as a text is
+    # usually cut into tokens.
     forced_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property

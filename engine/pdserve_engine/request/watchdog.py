@@ -11,7 +11,8 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 MIN_BOUND_S = 10.0
 # A step that is the first to need a kernel waits for Triton to compile it.
 MIN_CUDA_BOUND_S = 60.0
-# Of ranks, of which one that is stopped holds up all, once steps are known: weights are in memory.
+# The bound for ranks, of which one that is stopped holds up all, once steps are known: weights are
+# in memory.
 KNOWN_BOUND_S = 4.0
 # So many steps make steps known, of any sizes. Twice as many are remembered at most, as a process's
 # first steps are slow.
@@ -20,9 +21,9 @@ NUM_KNOWN_STEPS = 16
 MARGIN = 10.0
 # Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
 LINEAR_CONTEXT = 1024
-# Of a vision tower, in tokens; more only loosens the bound as well.
+# A picture counts as so many tokens of a vision tower; more only loosens the bound as well.
 TOKENS_PER_PICTURE = 1024
-# Of the time between two looks at most so much counts: the process was stopped for the rest.
+# Between two looks at most so much time counts: the process was stopped for the rest.
 MAX_LOOK_S = 2.0
 
 

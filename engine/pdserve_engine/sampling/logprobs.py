@@ -57,7 +57,7 @@ class RowLogprobs(NamedTuple):
     # [n]: the rows' indexes, and how many of the top tokens each asks for.
     indexes: Rows
     num_top: Rows
-    # Of the rows in their order, all with as many tokens as some row asks for.
+    # The terms of the rows in their order, all with as many tokens as some row asks for.
     terms: tuple[LogprobsTerms, ...]
 
     def by_index(self) -> dict[int, LogprobsLists]:

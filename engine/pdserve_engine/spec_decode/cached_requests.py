@@ -14,7 +14,7 @@ from pdserve_engine.spec_decode.proposer import Draft
 
 # Tokens in a row by which a place in another answer is found.
 NUM_MATCHED = 4
-# Of all answers. One takes some 250 bytes.
+# All answers together have at most so many. One takes some 250 bytes.
 MAX_CACHED_TOKENS = 1 << 19
 
 

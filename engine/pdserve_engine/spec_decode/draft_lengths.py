@@ -7,13 +7,13 @@ from weakref import WeakKeyDictionary
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.proposer import Draft
 
-# Of a mean, by each new value. A value counts as at most so many times the mean.
+# Each new value's share of a mean. A value counts as at most so many times the mean.
 COST_SHARE, MAX_OUTLIER = 0.125, 1.5
 GROUP_ROWS = 4
 ACCEPTANCE_SHARE = 0.1
 FIRST_ACCEPTANCE = 0.6
-# Of steps in which there are drafts one tries another number than is thought best.
-# It is not much dearer: at most twice as many, or one of each request, or a few.
+# In this share of the steps with drafts one tries another number than is thought best. It is not
+# much dearer: at most twice as many, or one of each request, or a few.
 PROBE_SHARE = 1 / 64
 MIN_PROBE = 4
 
@@ -76,7 +76,7 @@ class DraftLengths:
         # By source: of each place in a draft, how often it was accepted. They go with their
         # requests.
         self._acceptance: WeakKeyDictionary[Request, dict[str, list[float]]] = WeakKeyDictionary()
-        # Of all requests, by source.
+        # What is usual for all requests, by source.
         self._usual: dict[str, list[float]] = {}
 
     def observe(self, request: Request, source: str, num_drafts: int, num_accepted: int) -> None:

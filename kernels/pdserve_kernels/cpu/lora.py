@@ -95,7 +95,7 @@ class _Piece(NamedTuple):
     touched: slice
     # In each of them, the ranks before it.
     offsets: torch.Tensor
-    # Of each output, the lane: those of the first such panel are 0 to PANEL - 1.
+    # The lane of each output: those of the first such panel are 0 to PANEL - 1.
     places: torch.Tensor
 
 

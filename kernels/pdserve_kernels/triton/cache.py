@@ -8,7 +8,7 @@ import triton.language as tl
 from pdserve_kernels.fp8 import FP8, FP8_MAX
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 
-# Of `to_fp8`.
+# What `to_fp8` cuts at.
 _FP8_MAX = tl.constexpr(FP8_MAX)
 
 

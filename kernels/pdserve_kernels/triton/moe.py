@@ -17,11 +17,11 @@ import triton.language as tl
 
 from pdserve_kernels.reference.moe import check_top_k, checked_experts
 
-# Of the router's tile; a program has all experts' logits.
+# The rows of the router's tile; a program has all experts' logits.
 ROUTED_ROWS = 16
 # With fewer a row of many experts does not fit into registers.
 ROUTE_WARPS = 8
-# Of shared memory, for what its tiles wait in.
+# The shared memory that its tiles wait in.
 ROUTE_BYTES = 64 * 1024
 BLOCK_ROWS = 64
 BLOCK_OUT = 64

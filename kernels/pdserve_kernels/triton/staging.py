@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Of each array's first byte: a kernel's loads are as wide.
+# Each array's first byte is so aligned: a kernel's loads are as wide.
 ALIGNMENT = 16
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]

@@ -122,7 +122,7 @@ class ChatFormat(ABC):
     inner_markers: ClassVar[tuple[str, ...]] = ()
     # How a schema's values are written, as structural tags have it.
     arguments_style: ClassVar[str] = "json"
-    # Of a call's id. Some templates take no others.
+    # What a call's id begins with. Some templates take no others.
     id_prefix: ClassVar[str] = "call_"
     num_id_chars: ClassVar[int] = 24
 

@@ -18,7 +18,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _BEHIND_VALUE = (_PARAMETER, _FUNCTION_END, _CALL_END)
 # Where a value ends whose own end is missing.
 _IMPLIED_ENDS = (f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
-# Of what stands behind such an end: it is looked at again.
+# So much behind such an end is looked at again.
 _MAX_IMPLIED_CHARS = 16_384
 
 
@@ -224,7 +224,7 @@ def _with_fewer_blanks(text: str) -> Iterator[str]:
 
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}
-# Of Python: strings, constants, and commas before an end. A string without an end is one, too: it
+# Python's strings, constants, and commas before an end. A string without an end is one, too: it
 # would be looked through again from each quote within it.
 _PYTHON = re.compile(
     r"""(?P<text>(?P<quote>['"])(?:(?!(?P=quote))[^\\\n]|\\.)*)(?P<end>(?P=quote))?"""

@@ -15,7 +15,7 @@ Emit = Callable[[str], object]
 # A function's name.
 _WORD = re.compile(r"""[^\s\[\]{}<>"`]*""")
 MAX_WORD_CHARS = 256
-# Of what looked like a call and is none more than this is not read again: each could go on to the
+# No more than this is read again of what looked like a call and is none: each could go on to the
 # end.
 MAX_READ_AGAIN = 4096
 # Text is read in slices, as what was read is cut off from what was not.
@@ -94,7 +94,7 @@ class Reader:
         # Blank space that is held back. It is cut off, so that no piece of text is looked at again.
         blanks: list[str] = []
         while True:
-            # Of most text neither a marker nor the beginning of one.
+            # Most text has neither a marker nor the beginning of one.
             likely = markers if any(start in self._text for start in starts) else ()
             found = pattern.search(self._text) if likely else None
             is_end = found is None and self._is_last

@@ -18,7 +18,7 @@ FORMATS: dict[str, ChatFormat] = {
         DeepseekR1(),
     )
 }
-# Of --chat-format: the template decides; answers are text only.
+# Values of --chat-format: the template decides; answers are text only.
 AUTO, NONE = "auto", "none"
 
 

@@ -63,7 +63,7 @@ class Attempt:
         self._owner = owner
         # D waits for P; neither has said that P handed the request off.
         self._is_ticket = route.prefill is not None
-        # Of D, until P has said what only P knows.
+        # Outputs of decode that wait until prefill has said what only prefill knows.
         self._early: list[EngineCoreOutput] = []
         self._span: Span | None = None
 

@@ -80,7 +80,7 @@ class BeamSearchRequest(LiveRequest):
         assert params.max_tokens is not None, "the input processor fills it in"
         self._params = params
         self.recovery = Recovery()
-        # Of every worker that took part in the search.
+        # The origins of every worker that took part in the search.
         self.origins: set[Origin] = set()
         self._route = route
         self._tokenizer = services.tokenizer
@@ -90,7 +90,7 @@ class BeamSearchRequest(LiveRequest):
             params, max_tokens=params.max_tokens, stop_token_ids=self._stop_token_ids
         )
         _validate(params, self._search)
-        # Of this step: what was asked and is not answered, and the answers by beam.
+        # What was asked in this step and is not answered, and the answers by beam.
         self._asked: set[str] = set()
         self._tops: dict[int, LogprobsLists] = {}
         self._prefill_stats: PrefillStats | None = None

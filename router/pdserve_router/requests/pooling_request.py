@@ -54,7 +54,8 @@ class PoolingRequest(LiveRequest):
         self.recovery = Recovery()
         self._route = route
         self._origins = origins
-        # Of the worker that has it, or had it last; a restarted worker may have another one.
+        # The origin of the worker that has it, or had it last; a restarted worker may have another
+        # one.
         self._origin = route.prompt_worker.origin
         self._timeline = processed.begin_timeline()
         # It has the request.
@@ -63,7 +64,7 @@ class PoolingRequest(LiveRequest):
         self._pooled: tuple[float, ...] | None = None
         self._ending: Ending | None = None
         self._is_over = asyncio.Event()
-        # Of the attempt.
+        # The span of the attempt.
         self._attempt_span: Span | None = None
 
     @property

@@ -22,9 +22,9 @@ class ChatMessage:
 
     role: str
     parts: Sequence[MessagePart] = ()
-    # Of who speaks, among several of one role.
+    # The name of who speaks, among several of one role.
     name: str | None = None
-    # Of a tool's message: the call that it answers.
+    # The call that a tool's message answers.
     tool_call_id: str | None = None
     # Some parts are pictures: said once, as few messages have any.
     has_pictures: bool = False

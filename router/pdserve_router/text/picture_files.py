@@ -13,8 +13,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from pdserve_common.errors import InvalidRequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-# Of a picture, and of what it is resized to before it is cropped: 4096 x 4096. Each takes four
-# bytes, several times over.
+# A picture, and what it is resized to before it is cropped, has at most so many: 4096 x 4096. Each
+# takes four bytes, several times over.
 MAX_PIXELS = 1 << 24
 # Their decoder has room for two of them besides.
 MAX_WEBP_PIXELS = 1 << 23
@@ -24,7 +24,7 @@ MAX_WEBP_PIXELS = 1 << 23
 class Resizing:
     """How a picture gets the model's size: resized, then cropped around its center."""
 
-    # Of the resized picture; None: the shortest edge says it.
+    # The width of the resized picture; None: the shortest edge says it.
     width: int | None = None
     height: int | None = None
     shortest_edge: int | None = None
@@ -51,7 +51,7 @@ def rgb_pixels(data: bytes, resizing: Resizing, field: str) -> bytes:
     """
     try:
         with warnings.catch_warnings():
-            # Of sizes, which are checked here, and of metadata that nobody needs.
+            # Pillow warns of sizes, which are checked here, and of metadata that nobody needs.
             warnings.simplefilter("ignore")
             return _rgb_pixels(data, resizing, field)
     except (InvalidRequestError, MemoryError):

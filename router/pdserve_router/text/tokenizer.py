@@ -31,7 +31,7 @@ CHARS_PER_MESSAGE = 32
 CHARS_PER_TOKEN = (4, 16)
 # Tokens whose bytes are kept; a vocabulary's frequent ones are far fewer.
 TOKEN_CACHE_SIZE = 2**16
-# Of one request.
+# One request has at most so many.
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLES_BYTES = 1 << 14
 
@@ -267,7 +267,7 @@ class Tokenizer:
         field: str = "prompt",
     ) -> list[int]:
         self._check_length(text, max_tokens, field)
-        # Of a batch, since only that releases the GIL.
+        # A batch, since only that releases the GIL.
         encodings = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 

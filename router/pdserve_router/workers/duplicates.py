@@ -35,8 +35,8 @@ class Duplicates:
         self._listed = listed
         self._engine_ids: dict[Worker, str] = {}
         self._named: dict[str, dict[Worker, None]] = {}
-        # Who has each engine_id. Workers know their links by it: two of one name would be taken
-        # for each other.
+        # The worker of each engine_id. Workers know their links by it: two of one name would be
+        # taken for each other.
         self._owners: dict[tuple[WorkerRole, str], Worker] = {}
 
     def __contains__(self, worker: Worker) -> bool:

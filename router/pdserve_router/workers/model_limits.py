@@ -28,7 +28,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     # What all of them serve besides.
     capabilities: Capabilities = NO_EXTRAS
-    # Of their caches; 0 if they have none, or differ.
+    # The block size of their caches; 0 if they have none, or differ.
     block_size: int = 0
     # Adapters that clients can ask for: what any worker holds that ends requests, one of a name.
     adapters: tuple[LoRAAdapter, ...] = ()

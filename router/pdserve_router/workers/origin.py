@@ -20,11 +20,12 @@ ADAPTER_CHARS = 16
 class Origin(NamedTuple):
     """What an answer depends on, as digests; an unknown one is empty."""
 
-    # Of the weights, and of what else makes another model: how EngineInfo.weights_digest begins.
+    # The digest of the weights, and of what else makes another model: how EngineInfo.weights_digest
+    # begins.
     weights: str = ""
-    # Of what has to be alike for the same bits; empty if the worker is not exact.
+    # The digest of what has to be alike for the same bits; empty if the worker is not exact.
     numerics: str = ""
-    # Of the request's LoRA adapter; empty if it has none.
+    # The digest of the request's LoRA adapter; empty if it has none.
     adapter: str = ""
 
     @classmethod

@@ -93,7 +93,7 @@ class ServedWeights:
         """
         # Empty: none yet.
         self.name = ""
-        # Whose workers end requests.
+        # Workers of this role end requests.
         self.role = WorkerRole.DECODE
         self._disaggregation = disaggregation
         self._require_exact = require_exact
@@ -101,7 +101,7 @@ class ServedWeights:
         self._runtime = runtime
         self._clock = runtime.now
         self._has_pair = has_pair
-        # Of the listed workers those that are ready, and in which set each is; empty: in none.
+        # The listed workers that are ready, and in which set each is; empty: in none.
         self._sets: dict[str, _Set] = {}
         self._names: dict[Worker, str] = {}
         # The incumbent's workers, when each stops to count, and those of them that will.

@@ -41,7 +41,7 @@ class Worker(ABC):
         self.role = role
         self.state = WorkerState.CONNECTING
         self.info: EngineInfo | None = None
-        # Of what it computes; unknown until it was attached once.
+        # The origin of what it computes; unknown until it was attached once.
         self.origin = UNKNOWN
         # Digests of the adapters that its processes had before it started again, and that it has
         # not got back.

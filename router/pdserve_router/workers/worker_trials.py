@@ -58,7 +58,7 @@ class WorkerTrials:
             return
         waits = []
         for worker in self._workers:
-            # Of a worker that is started anew it is another one.
+            # The breaker of a worker that is started anew is another one.
             breaker = worker.breaker
             if not worker.is_ready or not breaker.is_open or breaker in self._trials:
                 continue

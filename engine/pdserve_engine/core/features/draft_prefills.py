@@ -33,7 +33,7 @@ class DraftPrefills:
         self._config = config
         self._kv = kv
         self._containers = containers
-        # Of requests that wait and have blocks: tokens that were planned.
+        # How many tokens were planned of requests that wait and have blocks.
         self._num_planned: dict[Request, int] = {}
 
     def has_any(self) -> bool:

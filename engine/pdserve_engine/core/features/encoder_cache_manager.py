@@ -33,10 +33,10 @@ class EncoderCacheManager:
     def __init__(self, cache_size: int = 0) -> None:
         """0: the model sees no pictures, and no request has any."""
         self.cache_size = cache_size
-        # Of what is kept, or made by the step that is being planned: its size, and whose it is.
+        # The size of what is kept, or made by the step that is being planned, and whose it is.
         self._sizes: dict[str, int] = {}
         self._holders: dict[str, set[Request]] = {}
-        # Of that nobody's, the one first that was so first.
+        # What nobody has any more, the longest so first.
         self._freeable: OrderedDict[str, None] = OrderedDict()
         self._num_free = cache_size
         self._budget = cache_size

@@ -10,8 +10,8 @@ from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import Request, RequestContainer, RequestStatus
 
-# Of a constraint, behind reasoning if there is some, for a client. Returns at once, with a future
-# whose exception is a PdserveError, or raises one.
+# Compiles a constraint, behind reasoning if there is some, for a client. Returns at once, with a
+# future whose exception is a PdserveError, or raises one.
 CompileGrammar = Callable[
     [StructuredOutputsParams, Reasoning | None, str], "Future[CompiledGrammar]"
 ]
@@ -29,7 +29,7 @@ class WaitingForFSM(RequestContainer):
         self._compile = compile_grammar
         self._wakeup = wakeup
         self._requests: dict[Request, None] = {}
-        # Of requests that are here or elsewhere.
+        # The grammars of requests that are here or elsewhere.
         self._compiling: dict[Request, Future[CompiledGrammar]] = {}
 
     def __len__(self) -> int:

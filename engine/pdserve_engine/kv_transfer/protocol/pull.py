@@ -152,7 +152,8 @@ class Pull:
     # It waits so long from its last event, and so until then.
     timeout_s: float
     deadline: float
-    # Whose KV the owner is to send: as the owner says while EARLY, then as the request has.
+    # The tokens whose KV the owner is to send: as the owner says while EARLY, then as the request
+    # has.
     num_tokens: int = 0
     # None while EARLY.
     request: Request | None = None
@@ -163,7 +164,7 @@ class Pull:
     asked_time: float = 0.0
     # While GRANTED, REQUESTED, PULLING, FETCHING, LANDED, or LOST after that.
     reservation: Reservation | None = None
-    # Of a prefix: the blocks that are asked for.
+    # The blocks of a prefix that are asked for.
     block_hashes: tuple[bytes, ...] = ()
     # The owner has ended it, and nothing has gone wrong.
     is_void: bool = False

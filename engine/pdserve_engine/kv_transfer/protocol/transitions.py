@@ -31,8 +31,8 @@ class ProducerState(enum.Enum):
     SENDING = enum.auto()
     # The prefill is over; the session keeps the blocks.
     HANDED_OFF = enum.auto()
-    # Of a prefix: decode has asked for it, and the scheduler looks for its blocks. Of those that it
-    # finds the session keeps one hold each: it is HANDED_OFF then.
+    # Decode has asked for a prefix, and the scheduler looks for its blocks. The session keeps one
+    # hold of each that it finds: it is HANDED_OFF then.
     LOOKING_UP = enum.auto()
     # Fenced.
     ENDED = enum.auto()
@@ -41,7 +41,7 @@ class ProducerState(enum.Enum):
 class ProducerEvent(enum.Enum):
     """What may happen to it."""
 
-    # Of decode.
+    # Decode says so.
     GRANTED = enum.auto()
     LATER = enum.auto()
     REVOKED = enum.auto()
@@ -50,7 +50,7 @@ class ProducerEvent(enum.Enum):
     RELEASED_ALL = enum.auto()
     CANCELLED = enum.auto()
     LINK_LOST = enum.auto()
-    # Of the scheduler.
+    # The scheduler says so.
     STARTED = enum.auto()
     # A step that wrote blocks is over (K2).
     COMPUTED = enum.auto()
@@ -64,7 +64,7 @@ class ProducerEvent(enum.Enum):
     # Blocks of the prefix are cached, and held.
     FOUND = enum.auto()
     NOT_FOUND = enum.auto()
-    # Of the worker.
+    # The worker says so.
     EXPIRED = enum.auto()
     FENCED = enum.auto()
 
@@ -187,9 +187,9 @@ class ConsumerState(enum.Enum):
     # All is here, prefill's tokens too, but the last release is not acknowledged: the first step
     # may run, and nothing of it gets out.
     LANDED = enum.auto()
-    # Of a prefix: blocks are reserved for it, and prefill is asked, or will be once its link is up.
+    # Blocks are reserved for a prefix, and prefill is asked, or will be once its link is up.
     REQUESTED = enum.auto()
-    # Of a prefix: its blocks are announced and read. No step runs before all is confirmed: what it
+    # The blocks of a prefix are announced and read. No step runs before all is confirmed: what it
     # computes would go to others at once.
     FETCHING = enum.auto()
     # All is confirmed as well: the request goes on.
@@ -202,13 +202,13 @@ class ConsumerState(enum.Enum):
 class ConsumerEvent(enum.Enum):
     """What may happen to it."""
 
-    # Of the router: the request is here.
+    # The router says so: the request is here.
     TICKETED = enum.auto()
-    # Of prefill.
+    # Prefill says so.
     ASKED = enum.auto()
     ANNOUNCED = enum.auto()
     CONFIRMED = enum.auto()
-    # Of a prefix: prefill has cached blocks of it, and keeps them. No others follow.
+    # Prefill has cached blocks of a prefix, and keeps them. No others follow.
     PREFIX_READY = enum.auto()
     # All blocks are announced and prefill's tokens are known.
     PREFILL_DONE = enum.auto()
@@ -218,15 +218,15 @@ class ConsumerEvent(enum.Enum):
     SESSION_VOID = enum.auto()
     # Prefill fenced it, said that a release is not valid, or its link is gone.
     SESSION_LOST = enum.auto()
-    # Of the link: it is up.
+    # The link says so: it is up.
     LINKED = enum.auto()
-    # Of the scheduler.
+    # The scheduler says so.
     RESERVED = enum.auto()
     NO_ROOM = enum.auto()
     RECLAIMED = enum.auto()
     # The request is over on decode: finished, aborted or superseded by another attempt.
     REQUEST_ENDED = enum.auto()
-    # Of the transfer thread.
+    # The transfer thread says so.
     READ_LANDED = enum.auto()
     READ_FAILED = enum.auto()
     # Everything announced has landed, and prefill is done.

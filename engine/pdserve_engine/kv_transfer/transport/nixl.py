@@ -98,7 +98,7 @@ class NixlAgent:
         regions = _regions(kv_cache, device_id)
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = _api.nixl_agent(name, config)
-        # Of the pool's kind: bytes between the host and a GPU may go another way.
+        # The probe is of the pool's kind: bytes between the host and a GPU may go another way.
         num_bytes = CUDA_PROBE_BYTES if is_cuda else PROBE_BYTES
         self._scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         # A probe is over within so long of its post, 0: at once, if it goes through shared memory.
@@ -114,7 +114,7 @@ class NixlAgent:
         # Few, as there are few ways to cut a model.
         self._locals: dict[Pieces, Any] = {}
         self._num_uses: dict[str, int] = {}
-        # Of each peer in there, its worker and that one's start.
+        # The worker of each peer in there, and that worker's start.
         self._starts: dict[str, tuple[str, str]] = {}
         # What it has told of itself.
         self._metadata: dict[str, bytes] = {}

@@ -100,7 +100,7 @@ class Peer:
     probed_at: float = 0.0
     is_probe_over: bool = False
     num_probes: int = 0
-    # Of these, over as soon as shared memory allows.
+    # Those of them that are over as soon as shared memory allows.
     num_quick: int = 0
     blocks: BlockDescriptors | None = None
     waiting: deque[ReadPart] = field(default_factory=deque)

@@ -16,10 +16,10 @@ FINAL_NORM = MODEL_PREFIX + "norm.weight"
 LM_HEAD = "lm_head.weight"
 # Makes labels of pooled states.
 SCORE = "score.weight"
-# Of a layer.
+# Weights of a layer.
 INPUT_NORM, POST_ATTENTION_NORM = "input_layernorm", "post_attention_layernorm"
 Q_NORM, K_NORM = "self_attn.q_norm", "self_attn.k_norm"
-# Of a layer, for KV in FP8; as vLLM and compressed-tensors name them.
+# Weights of a layer with KV in FP8; as vLLM and compressed-tensors name them.
 KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 
 
@@ -28,7 +28,7 @@ class AttentionWeights(NamedTuple):
 
     qkv: Projection
     output: Projection
-    # Of heads: their names and sizes.
+    # The names and sizes of the heads' norms.
     norms: dict[str, int]
 
     @classmethod

@@ -106,7 +106,7 @@ class Checkpoint:
         files = _map_names_to_files(self.folder)
         if any(name.startswith(prefix) for name in files):
             prefix = ""
-        # Of each weight its file, and what it is called there.
+        # The file of each weight, and what it is called there.
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         for stored, path in files.items():

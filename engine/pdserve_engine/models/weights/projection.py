@@ -9,7 +9,7 @@ from pdserve_engine.models.weights.loader import WeightPart
 class Projection(NamedTuple):
     """One matrix product; its weights may be several checkpoint entries, stacked by rows."""
 
-    # Of each weight the rows that there are, and this rank's part of them.
+    # The rows that there are of each weight, and this rank's part of them.
     parts: tuple[tuple[str, int, slice], ...]
     in_features: int
     has_bias: bool

@@ -23,7 +23,7 @@ from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8, stack
 
 BIAS = ".bias"
-# Which 4 bits of an int32, lowest first, hold its 8 outputs in turn.
+# The 4 bits of an int32 that hold its 8 outputs in turn, lowest first.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 # What a checkpoint stores for one weight, by the last part of its name.

@@ -39,7 +39,7 @@ class _Chunk:
     token_ids: Rows
     block_ids: BlockIds
     end: int
-    # Of a request of the batch.
+    # The request of the batch that has this row.
     request_id: str | None = None
     row: int = -1
     num_drafts: int = 0

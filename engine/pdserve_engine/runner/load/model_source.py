@@ -26,7 +26,7 @@ from pdserve_engine.runner.draft.draft_source import DraftModelSource
 from pdserve_engine.runner.load.plugins import load_logits_processors
 from pdserve_kernels.groups import Group
 
-# Of the first GPUs that have numbers in FP8.
+# The compute capability of the first GPUs that have numbers in FP8.
 FP8_CAPABILITY = (8, 9)
 
 

@@ -13,7 +13,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.base import Model
 from pdserve_kernels import KernelSet, name_of, select
 
-# Which of a processor's extensions matrix multiplications are chosen by.
+# Extensions of a processor by which matrix multiplications are chosen.
 _ISA_PREFIXES = ("sse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
 
 CPUINFO = Path("/proc/cpuinfo")

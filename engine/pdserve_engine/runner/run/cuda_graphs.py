@@ -34,7 +34,7 @@ class StepSizes(NamedTuple):
     num_rows: int
     num_groups: int
     table_width: int
-    # Of rows that have adapters.
+    # The tiles of rows that have adapters.
     num_lora_tiles: int = 0
 
     def layout(self) -> Layout:
@@ -62,7 +62,7 @@ class RecordedDraw(NamedTuple):
     """What draws tokens from hidden states. Steps whose logits are looked at draw without it."""
 
     graph: torch.cuda.CUDAGraph
-    # Of the last replay, see Drawn.
+    # The results of the last replay, see Drawn.
     results: torch.Tensor
 
 

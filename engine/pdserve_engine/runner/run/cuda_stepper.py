@@ -48,7 +48,7 @@ from pdserve_kernels.triton.sampling.device_batch import (
 )
 from pdserve_kernels.triton.staging import Arrays
 
-# Of a token that the step before has sampled: it is on the device only.
+# Stands for a token that the step before has sampled: it is on the device only.
 ON_DEVICE = -1
 # A quantized head has kernels for so many rows of logits at most, and for more.
 WARM_UP_ROWS = (16, 32, 64, 256, 512)
@@ -70,9 +70,9 @@ class CudaStepper:
             batch.max_num_seqs + 1, dtype=torch.int64, device=inputs.device
         )
         self._launched: deque[LaunchedStep] = deque()
-        # Of each kind from small to large.
+        # The graphs of each kind, from small to large.
         self.graphs: dict[StepKind, list[StepGraph]] = {}
-        # Of models that can be captured, if there are adapters.
+        # Set for models that can be captured, if there are adapters.
         self._slots: AdapterSlots | None = None
 
     def begin(self) -> None:

@@ -173,7 +173,7 @@ class InputBatch:
     def _append(self, rows: LogitsRows, token_ids: Rows) -> None:
         columns = self._columns(rows)
         self.token_ids[rows.batch_rows, columns] = token_ids
-        # Of several tokens of a request the last one decides.
+        # Among several tokens of a request the last one decides.
         self.num_tokens[rows.batch_rows] = columns + 1
 
     def _columns(self, rows: LogitsRows) -> Rows:

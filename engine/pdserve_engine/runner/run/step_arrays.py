@@ -16,11 +16,11 @@ class StepArrays(NamedTuple):
 
     request_ids: tuple[str, ...]
     rows: Rows
-    # Of each request: its first token in the step, how many follow, and how many there are then.
+    # Each request's first token in the step, how many follow, and how many there are then.
     starts: Rows
     query_lens: Rows
     seq_lens: Rows
-    # Of each token: its request's row, and its position in that request.
+    # Each token's request, as a row, and its position in that request.
     token_rows: Rows
     positions: Rows
     logits_rows: LogitsRows

@@ -23,9 +23,9 @@ from pdserve_kernels.triton.linears.lora import (
 )
 from pdserve_kernels.triton.staging import Field, Layout
 
-# Of a row without an adapter, of an empty tile, and of a place in a tile that has no row.
+# Stands for a row without an adapter, an empty tile, and a slot of a tile that has no row.
 NONE = -1
-# Of each of LINEARS, how many linears of a checkpoint lie side by side there, with their ranks.
+# How many linears of a checkpoint lie side by side in each of LINEARS, with their ranks.
 _NUM_PARTS = (3, 1, 2, 1)
 
 Integers = npt.NDArray[np.integer]
@@ -67,7 +67,7 @@ class StepLora:
     slots: torch.Tensor
     # int64 [slots, layers, linears, NUM_FIELDS]
     entries: torch.Tensor
-    # Of each of LINEARS: no adapter has more.
+    # The ranks of each of LINEARS: no adapter has more.
     num_ranks: tuple[int, ...]
 
     @classmethod

@@ -34,7 +34,7 @@ from pdserve_kernels.triton.sampling.masks import from_key, load_scaled, to_key
 BLOCK = 1024
 # A device has room for about as many; of few rows each is looked at by several.
 MAX_PROGRAMS = 2048
-# Of one program in registers.
+# What one program has in registers.
 SEARCH_BLOCK = 8192
 NUM_STEPS = tl.constexpr(8)
 # What lies 28 below the highest has no weight in fixed point, nor can it be drawn: noise is between
@@ -475,7 +475,7 @@ def search_kernel(
         tl.debug_barrier()
         tl.store(thresholds_ptr + row, from_key(high))
     elif not BY_WEIGHT:
-        # Of min-p, or none.
+        # The threshold of min-p, or none.
         threshold = tl.full((), float("-inf"), tl.float32)
         if _has_filter(top_k_ptr, top_p_ptr, log_min_p_ptr, vocab_size, row):
             highest = _load_highest(highest_ptr, row)

@@ -25,7 +25,7 @@ def logprob_terms(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobTerms:
     logits, _ = readable(logits, None)
     num_rows, vocab_size = logits.shape
     highest = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    # Of each row its highest key, its total, the number of better tokens, and one for alignment.
+    # Each row has its highest key, its total, the number of better tokens, and one for alignment.
     records = torch.zeros(num_rows, 4, dtype=torch.int64, device=logits.device)
     if num_rows:
         num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 # A job is two messages: what is called with what, and the request. An answer refers to the number
 # of its pieces.
 CODEC: FrameCodec[bytes] = FrameCodec((bytes,))
-# Of the router, of the template when it has loaded the tokenizer, and in front of a connection.
+# Sent by the router, by the template when it has loaded the tokenizer, and in front of a
+# connection.
 READY = b"r"
 # Where jobs are. By name, as these modules import this one.
 _JOBS = ("pdserve_router.api.http.app", "pdserve_router.api.grpc.service")

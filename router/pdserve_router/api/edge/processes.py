@@ -46,7 +46,7 @@ RESTART_AFTER_S = 5.0
 _SLICE_S = 0.001
 # For the system to end a process whose time is over.
 _GRACE_S = 2.0
-# Of requests that wait or are worked on: what arrives above is refused.
+# Requests that wait or are worked on take at most so much: what arrives above is refused.
 MAX_HELD_BYTES = 96 << 20
 MAX_CLIENT_BYTES = 48 << 20
 # Requests up to here are done at once; above they take turns, one in each round of the event loop.

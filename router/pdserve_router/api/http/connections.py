@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
-# Of all connections whose headers are not there yet.
+# Headers that are not there yet take at most so much, of all connections.
 MAX_ALL_HEADER_BYTES = 32 * 1024 * 1024
 # Connections above the limit that are told so at a time; more wait in the system's queue.
 NUM_REFUSING = 16
@@ -42,7 +42,7 @@ HEADERS_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
 # A connection without a request makes room for another when it has been so for this long.
 MIN_IDLE_S = 2.0
-# Of those that are idle, in search of one that is so indeed.
+# So many idle connections are looked at, in search of one that is idle indeed.
 _NUM_LOOKED_AT = 16
 # A refusal is lost if the connection is closed while its client still sends.
 LINGER_S = 1.0
@@ -197,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections = connections
         self._served_app = self.app
         self._timer: asyncio.TimerHandle | None = None
-        # Of this request's headers, as far as they are parsed.
+        # How many bytes of this request's headers are parsed.
         self._num_header_bytes = 0
         # Since the request began, its headers ended or its body went on.
         self._num_unparsed = 0

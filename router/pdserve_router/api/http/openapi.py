@@ -211,7 +211,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         ok["text/event-stream"] = {"schema": _STRING}
     responses = {"200": {"description": "The answer", "content": ok}}
     for status in operation.statuses:
-        # Of /health it says why.
+        # A 503 of /health says why.
         name = operation.answer if status == 503 and operation.body is None else "Error"
         responses[str(status)] = {"description": _MEANINGS[status], "content": _json(name)}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}

@@ -38,7 +38,7 @@ from pdserve_router.workers.model_limits import ModelLimits
 
 # The server reports a connection that was cut within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0
-# Of an answer that is sent as a whole: some 70 MiB of JSON.
+# An answer that is sent as a whole has at most so many: some 70 MiB of JSON.
 MAX_ANSWER_LOGPROB_ENTRIES = 2**20
 
 

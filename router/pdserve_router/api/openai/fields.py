@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 # Names that have a series, and a line in the log; others count as "other".
 MAX_NAMES = 64
-# Of one request.
+# One request may have so many.
 _MAX_UNKNOWN = 16
 _MAX_NAME_CHARS = 64
 OTHER = "other"
@@ -68,8 +68,7 @@ REFUSED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
-# Of responses: what they alone have, and what of the other endpoints they have not, or call
-# otherwise.
+# What responses alone have, and what of the other endpoints they have not, or call otherwise.
 REFUSED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (None, False),
     "background": (None, False),
@@ -99,7 +98,7 @@ REFUSED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "truncation": (None, "disabled"),
     "use_beam_search": (None, False),
 }
-# Of requests for vectors.
+# Fields that requests for vectors do not have.
 REFUSED_IN_POOLING: Mapping[str, tuple[object, ...]] = {
     "chat_template": (None,),
     "embed_dtype": (None, "float32"),
@@ -116,12 +115,12 @@ REFUSED_IN_RERANK: Mapping[str, tuple[object, ...]] = {
     "max_tokens_per_doc": (None,),
     "rank_fields": (None, []),
 }
-# Of messages: what answers have may come back, as null or empty.
+# What messages of answers have may come back, as null or empty.
 REFUSED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "function_call": (None,),
 }
-# Of an answer that comes back: what it says beside its text.
+# What an answer that comes back says beside its text.
 MESSAGE_WITHOUT_EFFECT = frozenset(
     (
         "annotations",

@@ -91,7 +91,7 @@ Int = Annotated[int, BeforeValidator(_whole)]
 
 TEXT_SCHEMA = {"type": "string"}
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-# Of `prompt_list`.
+# The schema of `prompt_list`.
 PROMPTS_SCHEMA = {
     "anyOf": [
         TEXT_SCHEMA,

@@ -68,7 +68,7 @@ class AnswerOptions:
     is_prompt_only: bool
     echoes_prompt: bool
     shows_reasoning: bool
-    # Of echoed prompts, one for each.
+    # The texts of echoed prompts, one for each.
     prompt_texts: tuple[str, ...]
     # As in GenerationBody.
     repeated_fields: bytes

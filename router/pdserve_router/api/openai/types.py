@@ -39,7 +39,7 @@ from pdserve_router.requests.input.tool_use import ToolUse
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
-# Of int64, which OpenAI's seed is.
+# The range of int64, which OpenAI's seed is.
 MIN_SEED = -(2**63)
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     False: EarlyStopping.FALSE,

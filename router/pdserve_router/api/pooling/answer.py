@@ -19,7 +19,8 @@ Vector = Sequence[float]
 # Fields of an answer besides what it is about.
 Frame = Mapping[str, object]
 
-# Of an answer that is joined on the event loop. In a thread Python lets others run from here on.
+# An answer up to this size is joined on the event loop. In a thread Python lets others run from
+# here on.
 _INLINE_BYTES = 1 << 20
 
 

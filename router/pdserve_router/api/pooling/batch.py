@@ -9,7 +9,7 @@ from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.output.outputs import RequestOutput
 
-# Of one request. Others' inputs come between those that wait for them.
+# So many inputs of one request run at once. Others' inputs come between those that wait for them.
 MAX_AT_ONCE = 64
 
 Follow = Callable[[ProcessedInput, LiveRequest], Awaitable[LiveRequest]]
@@ -27,7 +27,7 @@ class PoolingBatch:
         self._num_inputs = len(begun) + len(rest)
         self._follow = follow
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
-        # Of those whose turn it is to follow: many may end at once.
+        # Guards whose turn it is to follow: many may end at once.
         self._turns = asyncio.Lock()
 
     async def outputs(self) -> MergedOutputs:

@@ -167,7 +167,7 @@ async def _take_all(batch: PoolingBatch, answer: PoolingAnswer) -> tuple[Usage, 
             answer.take(index, output.pooling_output)
             assert output.usage is not None, "it has ended"
             usages.append(output.usage)
-            # Of many that are there others' events come between.
+            # Between many that are there others' events come.
             await asyncio.sleep(0)
     return Usage.total(usages), output
 

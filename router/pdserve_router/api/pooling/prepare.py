@@ -50,7 +50,7 @@ class Prepared:
     # Scores of embeddings: which inputs are compared. None: vectors are the answer.
     compared: tuple[tuple[int, int], ...] | None = None
     is_base64: bool = False
-    # Of a reranking: the documents' texts, how many results, and whether texts are told.
+    # What a reranking has: the documents' texts, how many results, and whether texts are told.
     documents: tuple[str, ...] = ()
     top_n: int | None = None
     returns_documents: bool = True
@@ -195,7 +195,7 @@ async def _compare(
             for index, (first, second) in enumerate(pairs)
         ]
         return SCORE, await _process(processor, body, places, params, call, limits), None
-    # Of texts that come several times one is enough.
+    # A text that comes several times is computed once.
     numbers: dict[str, int] = {}
     places = []
     for index, pair in enumerate(pairs):

@@ -69,7 +69,7 @@ class ResponseFormat:
     # A JSON object with what each response repeats of its request.
     repeated_fields: bytes
     include_metrics: bool = False
-    # Of prompts that are echoed, which no response does.
+    # Set for prompts that are echoed, which no response does.
     prompt_token_ids: Sequence[int] = ()
     shows_logprobs: bool = False
     _items: list[_Item] = field(default_factory=list)

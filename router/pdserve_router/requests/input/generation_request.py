@@ -53,7 +53,7 @@ class GenerationRequest(ClientRequest):
     messages: Sequence[ChatMessage] | None = None
     # What an answer to messages may call.
     tools: ToolUse | None = None
-    # Of the chat template, besides those that it gets anyway.
+    # Variables for the chat template, besides those that it gets anyway.
     template_variables: Mapping[str, object] = field(default_factory=dict)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     # Where the client has said what the answer has to be; None: in the sampling parameters.

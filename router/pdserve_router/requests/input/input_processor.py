@@ -86,7 +86,7 @@ class ProcessedInput:
     arrival_ns: int
     tokenize_start_ns: int
     tokenize_end_ns: int
-    # Of a long prompt, whose hashing would hold up the event loop; empty for others.
+    # The hashes of a long prompt, whose hashing would hold up the event loop; empty for others.
     prefix_hashes: tuple[int, ...] = ()
     # As RoutingPolicy has it: its tenant's own.
     session: str = ""

@@ -16,33 +16,35 @@ from pdserve_common.limits.validation import (
 # Up to here a request is parsed on the event loop, which takes at most 3 ms of it.
 INLINE_BYTES = 64 << 10
 INLINE_OBJECTS = 1024
-# Of schemas and patterns that are checked there, up to 5 ms of work: with keywords that take long,
-# and without.
+# Schemas and patterns up to this are checked there, up to 5 ms of work: with keywords that take
+# long, and without.
 INLINE_PATTERN_CHARS = 256
 INLINE_SCHEMA_CHARS = 2048
 MAX_MESSAGES = 1 << 14
-# Of one request; each is a request of its own to workers, and waits as one.
+# One request has at most so many; each is a request of its own to workers, and waits as one.
 MAX_PROMPTS = 128
-# Of one request; a router's own limit may be lower.
+# One request has at most so many; a router's own limit may be lower.
 MAX_PICTURES = 256
-# Of one message.
+# One message has at most so many.
 MAX_CONTENT_PARTS = 1 << 12
 MAX_ANNOTATIONS = 1 << 10
 MAX_TOOL_CALLS = 1 << 10
-# Of one request.
+# One request has at most so many.
 MAX_TOOLS = 1 << 10
-# Of a body in JSON, names of fields included; a chat of MAX_MESSAGES has four for each.
+# A body in JSON has at most so many, names of fields included; a chat of MAX_MESSAGES has four for
+# each.
 MAX_STRINGS = 1 << 18
-# Of a body in JSON, without strings; prompts and allowed_token_ids may have more, by the model.
+# A body in JSON has at most so many values that are no strings; prompts and allowed_token_ids may
+# have more, by the model.
 MAX_VALUES = 1 << 18
-# Of a message in protobuf; numbers that are packed count as one.
+# A message in protobuf has at most so many; numbers that are packed count as one.
 MAX_WIRE_FIELDS = 1 << 18
-# Of all completions together: a second's work for the detokenizer.
+# All completions together have at most so many: a second's work for the detokenizer.
 MAX_RESUMED_TOKENS = 1 << 18
 
-# Of one request for vectors: inputs (OpenAI's limit), their tokens together unless one input may
-# have more, the characters of pairs of texts, which repeat what a body has once, and the numbers of
-# an answer, some 40 MiB of JSON.
+# Limits of one request for vectors: inputs (OpenAI's limit), their tokens together unless one input
+# may have more, the characters of pairs of texts, which repeat what a body has once, and the
+# numbers of an answer, some 40 MiB of JSON.
 MAX_POOLED_INPUTS = 2048
 MAX_POOLED_TOKENS = 1 << 18
 MAX_POOLED_CHARS = 1 << 23
@@ -51,7 +53,7 @@ MAX_POOLED_NUMBERS = 1 << 21
 # A token id has at most 5 bytes, and may have a field of its own.
 MAX_DETOKENIZE_BYTES = 6 * MAX_RESUMED_TOKENS + INLINE_BYTES
 
-# Of lists and maps among the sampling parameters.
+# Limits of lists and maps among the sampling parameters.
 MAX_PARAMS = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -59,7 +61,7 @@ MAX_PARAMS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "logits_processors": MAX_LOGITS_PROCESSORS,
 }
-# Of a list or an object in JSON.
+# Limits of a list or an object in JSON.
 MAX_ENTRIES = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, **MAX_PARAMS}
 
 # One character of text has at most so many bytes for each of its own in JSON: \u0000.

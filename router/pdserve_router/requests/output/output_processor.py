@@ -66,7 +66,7 @@ class RequestState:
         self.attempt = request.attempt
         # Kept whole: recovery sends them along with the next attempt.
         self.token_ids: list[int] = []
-        # Of these, what another stream has brought.
+        # The part of these that another stream has brought.
         self.num_resumed = 0
         # How that ended the answer, if it did.
         self.resumed_end: TokenEnd | None = None
@@ -91,7 +91,7 @@ class RequestState:
         )
         # Set while nothing but `take_token` has to know of a token.
         self.takes_tokens = False
-        # Of the tokens so far.
+        # Reasoning among the tokens so far.
         self.num_reasoning_tokens = 0
         self.collector = RequestOutputCollector(request, params, index=index, wake=wake)
         if resumed is not None and resumed.is_begun:

@@ -32,7 +32,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: EngineError | None = None
-    # Of the tokens so far.
+    # The origin of the tokens so far.
     origin: str = ""
     # With the finish reason, if asked for.
     events: tuple[RequestEvent, ...] = ()
@@ -56,7 +56,7 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    # Of those, what was thought before.
+    # The part of those that was thought before.
     num_reasoning_tokens: int = 0
     # Guesses of tokens, and how many became some; the same of those from the prediction.
     num_draft_tokens: int = 0
@@ -92,7 +92,7 @@ class RequestOutput:
     finished: bool = False
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
-    # Of a pooling request that did not fail.
+    # Set for a pooling request that did not fail.
     pooling_output: tuple[float, ...] | None = None
 
     @property
@@ -118,7 +118,7 @@ class Ending:
     stop_reason: int | str | None = None
     error: EngineError | None = None
     usage: Usage
-    # Of its output tokens, those that another stream had brought.
+    # The part of its output tokens that another stream had brought.
     num_resumed_tokens: int = 0
     metrics: RequestMetrics
     events: tuple[RequestEvent, ...] = ()

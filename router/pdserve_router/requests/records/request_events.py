@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from pdserve_common.types.engine import EngineCoreEventType, EngineCoreOutput
 
-# Of one completion. An engine under memory pressure may preempt a request any number of times.
+# One completion has at most so many. An engine under memory pressure may preempt a request any
+# number of times.
 MAX_EVENTS = 64
 
 

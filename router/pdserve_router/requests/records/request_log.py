@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of what clients write as they like.
+# What clients write as they like is cut to this.
 MAX_PATH_CHARS = 128
 MAX_NAME_CHARS = 64
-# Of requests that no worker got, with the same status: anybody can send as many as they like.
+# Requests that no worker got, with the same status, bring at most so many lines: anybody can send
+# as many as they like.
 MAX_LINES_PER_S = 5
-# Of one request that have spans of their own: it may have thousands of prompts.
+# So many completions of one request have spans of their own: it may have thousands of prompts.
 MAX_TRACED_SEQUENCES = 8
 
 
@@ -96,7 +97,7 @@ class RequestLine:
         if isinstance(self.error, InvalidRequestError) and self.error.field is not None:
             fields["field"] = _clip(self.error.field, MAX_NAME_CHARS)
         fields.update(_outcome(self.lives))
-        # Of a request that a worker got it is the one that its answer tells.
+        # For a request that a worker got it is the time that its answer tells.
         fields.setdefault("e2e_ms", _ms(time.monotonic_ns() - self.began_ns))
         return fields
 

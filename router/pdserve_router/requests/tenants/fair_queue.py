@@ -41,7 +41,7 @@ class FairQueue:
         """`window` returns how much work may be under way; what begins last may exceed it."""
         self._window = window
         self._runtime = runtime
-        # Of all who wait.
+        # The work of all who wait.
         self.waiting = 0.0
         self._num_waiting = 0
         self._under_way = 0.0

@@ -49,7 +49,7 @@ class Quotas:
         self._metrics = metrics
         self._clock = clock
         self._limits: Mapping[str, TenantLimits] = {}
-        # Of those in the limits.
+        # The accounts of those in the limits.
         self._accounts: dict[str, Account] = {}
         self._follow()
 

@@ -10,7 +10,7 @@ from pdserve_common.limits.validation import id_problem
 SESSION_HEADER = "x-session-id"
 _CLIENT_ID_CHARS = 32
 
-# Of the current request: the name of its API key; "" if keys are not asked for.
+# The name of the current request's API key; "" if keys are not asked for.
 tenant_var: ContextVar[str] = ContextVar("tenant", default="")
 
 

@@ -30,12 +30,12 @@ class TenantLimits:
     # In metrics; "": not in them.
     name: str = ""
     requests_per_minute: int | None = None
-    # Of prompts and answers.
+    # Prompts and answers count.
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
     # As EngineCoreRequest has it: lower is better.
     best_priority: int | None = None
-    # Of busy workers, beside the other tenants' shares.
+    # The share of busy workers, beside the other tenants' shares.
     share: int = 1
 
 
@@ -50,7 +50,7 @@ class Account:
         self._metrics = metrics
         self._max_running: int | None = None
         self.num_running = 0
-        # Of those, without a token yet.
+        # The part of those without a token yet.
         self.num_waiting = 0
         self.requests = TokenBucket(clock)
         self.tokens = TokenBucket(clock)

@@ -14,7 +14,8 @@ from pdserve_common.rpc.channels import end_call
 from pdserve_common.rpc.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock, every
 from pdserve_common.rpc.send_queue import SendQueue
 
-# Of requests that wait to be sent to a worker. Their tokens take more than that elsewhere here.
+# Requests that wait to be sent to a worker take at most so much. Their tokens take more than that
+# elsewhere here.
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
 # How long one write may take, as for a worker's.
 WRITE_TIMEOUT_S = 10.0

@@ -23,7 +23,7 @@ from pdserve_common.wire import from_proto, to_proto
 
 logger = logging.getLogger(__name__)
 
-# Of reading an adapter from slow storage.
+# Reading an adapter from slow storage may take so long.
 LOAD_TIMEOUT_S = 300.0
 REMOVE_TIMEOUT_S = 30.0
 # A worker does one thing at a time, and ends what its caller has given up between two steps.

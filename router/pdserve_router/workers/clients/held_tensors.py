@@ -19,7 +19,7 @@ class HeldTensors:
         self._max_bytes = max_bytes
         self._data: dict[bytes, bytes] = {}
         self._num_holders: Counter[bytes] = Counter()
-        # Of all of them.
+        # The bytes of all of them.
         self.num_bytes = 0
 
     def __len__(self) -> int:

@@ -7,8 +7,8 @@ from pdserve_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Of EngineInfo; the last one covers what else the KV depends on, the weights among it. That they
-# serve the same model is known: workers are used only if it is this router's.
+# Fields of EngineInfo; the last one covers what else the KV depends on, the weights among it. That
+# they serve the same model is known: workers are used only if it is this router's.
 _SAME_FIELDS = (
     "dtype",
     "block_size",

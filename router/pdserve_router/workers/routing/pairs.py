@@ -82,7 +82,7 @@ class _Member:
     group: Group
     epoch: str
     pairs: dict[Worker, Pair] = field(default_factory=dict)
-    # Of those, whom it can be used with or is about to be, and whom it may be used with.
+    # Whom it can be used with or is about to be, and whom it may be used with.
     paired: set[Worker] = field(default_factory=set)
     viable: set[Worker] = field(default_factory=set)
 
@@ -119,7 +119,7 @@ class Pairs:
         # Those that are ready, and of these the ones without enough pairs.
         self._ready: defaultdict[Group, IndexedSet[Worker]] = defaultdict(IndexedSet)
         self._short_of_pairs: defaultdict[Group, dict[Worker, None]] = defaultdict(dict)
-        # Whose pairs have changed, until `advance`.
+        # The workers whose pairs have changed, until `advance`.
         self._touched: dict[Worker, None] = {}
         self._counts: Counter[str] = Counter()
         # What waits for its proof, by what `_urgency` was.
@@ -173,7 +173,7 @@ class Pairs:
         if pair is None:
             return
         pair.breaker.report_success()
-        # Of what decode had cached nothing travels.
+        # What decode had cached does not travel.
         is_seen = stats.num_blocks > 0 and not pair.refused_transport
         if is_seen and not self._has_right_transport(pair, stats):
             self._changed(pair)

@@ -172,7 +172,7 @@ class PrefixMatch(Generic[WorkerT]):
         self._index = index
         self._hashes = hashes
         self._block_size = block_size
-        # Who has the first block.
+        # The workers that have the first block.
         self._first = index.mask(hashes[0]) & index.bits if hashes else 0
         # Numbers of leading blocks and the bits of workers that have as many, the longest first:
         # those found by now, and the rest.

@@ -13,10 +13,11 @@ from pdserve_router.workers.routing.candidates import Candidates
 from pdserve_router.workers.routing.prefix_index import PrefixMatch, num_known_tokens
 from pdserve_router.workers.worker import Worker
 
-# Of each role: so many of those with the longest prefix cached, and so many drawn at random.
+# So many workers of each role with the longest prefix cached are looked at, and so many drawn at
+# random.
 NUM_CACHED = 3
 NUM_DRAWN = 2
-# Of these prefill workers so many are paired, those that cost least.
+# So many of these prefill workers are paired, those that cost least.
 NUM_PAIRED = 3
 # What was sent counts until the worker's next stats, but for no longer: idle workers send none.
 _SENT_S = 2.0
@@ -65,7 +66,7 @@ class _Sent:
         now = self._clock()
         self._sent.pop(worker, None)
         self._sent[worker] = (worker.stats, total, now + _SENT_S)
-        # Who is gone is not kept.
+        # A worker that is gone is not kept.
         oldest = next(iter(self._sent))
         if now > self._sent[oldest][2]:
             del self._sent[oldest]

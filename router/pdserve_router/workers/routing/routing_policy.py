@@ -11,9 +11,9 @@ from pdserve_router.workers.routing.candidates import Candidates
 from pdserve_router.workers.routing.prefix_policy import PrefixRouting, RoutingWeights
 from pdserve_router.workers.worker import Worker
 
-# Of so many the one with the fewest turns takes the next request.
+# Among so many the one with the fewest turns takes the next request.
 NUM_IN_TURN = 8
-# Whose pairs are remembered.
+# The pairs of so many sessions are remembered.
 _MAX_SESSIONS = 1 << 16
 
 Pair = tuple[Worker, Worker]
@@ -74,7 +74,7 @@ class RoundRobin:
         if not drawn:
             return None
         turns = [self._num_turns.get(worker, 0) for worker in drawn]
-        # Who comes, or comes back, has not all turns to itself.
+        # A worker that comes, or comes back, has not all turns to itself.
         least = max(turns) - 2
         # They are in random order.
         place = min(range(len(drawn)), key=lambda place: max(turns[place], least))
@@ -116,7 +116,7 @@ class SessionAffinity:
         self._others = PowerOfTwo()
         # The one that was used last is the last.
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
-        # Of pooling requests.
+        # The workers of pooling requests.
         self._prefills: OrderedDict[str, Worker] = OrderedDict()
 
     def pick_pair(
