@@ -15,6 +15,7 @@ from test_chat_formats import TEMPLATES, WRITTEN, as_arguments
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from pdserve_common.errors import OverloadedError
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_common.types.engine import EngineCoreRequest, Generate
@@ -108,6 +109,14 @@ def compiler(model: Model) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(model.info)
     yield compiler
     compiler.close()
+
+
+def compiled_in_time(compiler: GrammarCompiler, tag: StructuralTag) -> CompiledGrammar:
+    """Ask again, as a client does: on a busy machine 2 s of CPU time may take more than 10 s."""
+    for _ in range(6):
+        with contextlib.suppress(OverloadedError):
+            return compiler.submit(tag).result(60)
+    return compiler.submit(tag).result(60)
 
 
 def compiled(model: Model, name: str, start: ReasoningStart, rules: CallRules) -> CompiledGrammar:
@@ -258,7 +267,7 @@ def test_many_tools_with_schemas_of_their_own_are_compiled(
 ) -> None:
     rules = CallRules(tools=MANY_TOOLS, stop_after_first=False)
     tag = checked_tag(model, name, ReasoningStart.CLOSED, rules)
-    grammar = compiler.submit(tag).result(60)
+    grammar = compiled_in_time(compiler, tag)
     assert grammar.num_bytes > MAX_SMALL_BYTES
     for value, is_valid in ((VALUE, True), (VALUE | {"days": 3}, False), ({"city": "Oslo"}, False)):
         written = WRITTEN[name] % as_arguments(name, value)
