@@ -43,7 +43,7 @@ from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, Schedule
 from pdserve_engine.runner.load.make_runner import make_runner
 from pdserve_engine.runner.run.model_runner import ModelRunner
 from pdserve_kernels.sampling_batch import Argmax
-from pdserve_worker.attachment import Attachment
+from pdserve_worker.attached_router import AttachedRouter
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -233,7 +233,7 @@ class Bench:
         self._write = parts.timed("wire", self._to_wire)
         self._reader = CODEC.reader()
         engine: Any = NoEngine()
-        self._attachment = Attachment(engine, "router")
+        self._attachment = AttachedRouter(engine, "router")
         self._on_outputs = parts.timed("outbox", self._attachment._on_outputs)
         self._next_frames = parts.timed("outbox", self._attachment.next_frames)
         self._stream = self._attachment.open_stream()

@@ -15,9 +15,9 @@ from pdserve_common.processes.calls import Answer, Failed
 from pdserve_common.processes.connection import Connection
 from pdserve_common.processes.frames import FrameCodec
 from pdserve_engine.core.executor import Pending
-from pdserve_engine.executor import messages, ranks
+from pdserve_engine.executor import messages, rank_supervisor
 from pdserve_engine.executor.messages import Message
-from pdserve_engine.executor.ranks import Ranks
+from pdserve_engine.executor.rank_supervisor import RankSupervisor
 from pdserve_engine.runner.rank_calls import SleepRank
 from support.call_sites import CallSite, UnexpectedError, call_sites, each_site, fault_at
 from support.clock import Clock
@@ -80,17 +80,21 @@ class FakeProcess:
 
 
 @pytest.fixture
-def make_ranks(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Callable[..., Ranks]]:
+def make_ranks(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> Iterator[Callable[..., RankSupervisor]]:
     FakeProcess.all = []
-    made: list[Ranks] = []
+    made: list[RankSupervisor] = []
     events: list[tuple[int, messages.TransportEvent]] = []
-    monkeypatch.setattr(ranks, "RankProcess", FakeProcess)
-    monkeypatch.setattr(ranks, "TICK_S", 0.01)
+    monkeypatch.setattr(rank_supervisor, "RankProcess", FakeProcess)
+    monkeypatch.setattr(rank_supervisor, "TICK_S", 0.01)
 
-    def make(*scripts: Script) -> Ranks:
+    def make(*scripts: Script) -> RankSupervisor:
         FakeProcess.scripts = scripts
         made.append(
-            Ranks([("", ())] * len(scripts), lambda *event: events.append(event), clock=clock)
+            RankSupervisor(
+                [("", ())] * len(scripts), lambda *event: events.append(event), clock=clock
+            )
         )
         return made[-1]
 
@@ -114,11 +118,13 @@ def is_silent(message: Message) -> None:
 
 ASKED = messages.DetermineNumBlocks()
 # How ranks may be asked: at once, or behind steps, when the thread that waits reads itself.
-Ask = Callable[[Ranks, Message], Pending[list[Any]]]
-both_ways = pytest.mark.parametrize("ask", [Ranks.ask, Ranks.ask_behind_steps])
+Ask = Callable[[RankSupervisor, Message], Pending[list[Any]]]
+both_ways = pytest.mark.parametrize("ask", [RankSupervisor.ask, RankSupervisor.ask_behind_steps])
 
 
-def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ranks]) -> None:
+def test_an_answer_is_there_when_all_have_answered(
+    make_ranks: Callable[..., RankSupervisor],
+) -> None:
     may_answer = threading.Event()
 
     def answers_late(message: Message) -> Message:
@@ -133,7 +139,7 @@ def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ran
     assert [answer.result_of(ASKED) for answer in asked.result(TIMEOUT_S)] == [1, 2]
 
 
-def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
+def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., RankSupervisor]) -> None:
     both = make_ranks(says(True), says(True))
     both.ask(SleepRank(1), SleepRank(2)).result(TIMEOUT_S)
     both.tell(messages.PollSoon(), ranks=[1])
@@ -142,7 +148,7 @@ def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]
 
 
 def test_what_comes_behind_steps_is_there_when_all_have_answered(
-    make_ranks: Callable[..., Ranks],
+    make_ranks: Callable[..., RankSupervisor],
 ) -> None:
     may_answer = threading.Event()
 
@@ -162,7 +168,7 @@ def test_what_comes_behind_steps_is_there_when_all_have_answered(
     wait_until(lambda: FakeProcess.all[1].taken == [ASKED, ASKED, messages.Recover()])
 
 
-def test_large_messages_pass_while_no_side_reads(make_ranks: Callable[..., Ranks]) -> None:
+def test_large_messages_pass_while_no_side_reads(make_ranks: Callable[..., RankSupervisor]) -> None:
     """A rank that computes does not read, and neither does an engine that plans."""
     large = "x" * (4 << 20)
     may_answer = threading.Event()
@@ -180,7 +186,9 @@ def test_large_messages_pass_while_no_side_reads(make_ranks: Callable[..., Ranks
 
 
 @both_ways
-def test_what_fails_in_all_ranks_is_no_loss(make_ranks: Callable[..., Ranks], ask: Ask) -> None:
+def test_what_fails_in_all_ranks_is_no_loss(
+    make_ranks: Callable[..., RankSupervisor], ask: Ask
+) -> None:
     both = make_ranks(fails, fails)
     for _ in range(2):
         assert str(ask(both, ASKED).exception(TIMEOUT_S)) == "out of luck"
@@ -188,7 +196,9 @@ def test_what_fails_in_all_ranks_is_no_loss(make_ranks: Callable[..., Ranks], as
 
 
 @both_ways
-def test_a_rank_that_fails_alone_ends_all(make_ranks: Callable[..., Ranks], ask: Ask) -> None:
+def test_a_rank_that_fails_alone_ends_all(
+    make_ranks: Callable[..., RankSupervisor], ask: Ask
+) -> None:
     both = make_ranks(says(1), fails)
     assert ask(both, ASKED).exception(TIMEOUT_S) is not None
     wait_until(lambda: both.failure is not None)
@@ -199,7 +209,7 @@ def test_a_rank_that_fails_alone_ends_all(make_ranks: Callable[..., Ranks], ask:
 
 @both_ways
 def test_so_does_one_that_fails_while_others_compute(
-    make_ranks: Callable[..., Ranks], ask: Ask, clock: Clock
+    make_ranks: Callable[..., RankSupervisor], ask: Ask, clock: Clock
 ) -> None:
     both = make_ranks(fails, is_silent)
     asked = ask(both, ASKED)
@@ -210,7 +220,7 @@ def test_so_does_one_that_fails_while_others_compute(
     assert not errors
 
     def is_lost() -> bool:
-        clock.now_s += ranks.FAILURE_GRACE_S / 4  # its answer may still be on its way
+        clock.now_s += rank_supervisor.FAILURE_GRACE_S / 4  # its answer may still be on its way
         return both.failure is not None
 
     wait_until(is_lost)
@@ -228,7 +238,7 @@ def test_so_does_one_that_fails_while_others_compute(
     ],
 )
 def test_garbage_is_a_loss_and_half_a_frame_is_waited_for(
-    answer: bytes, reason: str | None, make_ranks: Callable[..., Ranks], ask: Ask
+    answer: bytes, reason: str | None, make_ranks: Callable[..., RankSupervisor], ask: Ask
 ) -> None:
     both = make_ranks(says(1), lambda message: answer)
     asked = ask(both, ASKED)
@@ -239,7 +249,7 @@ def test_garbage_is_a_loss_and_half_a_frame_is_waited_for(
     assert str(asked.exception(TIMEOUT_S)).startswith(reason)
 
 
-def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
+def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., RankSupervisor]) -> None:
     both = make_ranks(is_silent, is_silent)
     asked = [both.ask(ASKED), both.ask_behind_steps(ASKED)]
     FakeProcess.all[1].kill()
@@ -250,7 +260,7 @@ def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
     both.tell_behind_steps(messages.Recover())
 
 
-def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., Ranks]) -> None:
+def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., RankSupervisor]) -> None:
     both = make_ranks(says(1), says(1))
     both.expect_end()
     FakeProcess.all[0].kill()
@@ -260,13 +270,13 @@ def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., Ranks]) ->
 
 
 READING = call_sites(
-    Ranks, "_run", "_read_all", "_take_in", "_on_answer", "_end", "_check_failures", "kill"
+    RankSupervisor, "_run", "_read_all", "_take_in", "_on_answer", "_end", "_check_failures", "kill"
 )
 
 
 @each_site(READING)
 def test_a_defect_of_the_thread_that_reads_ends_all_and_whoever_waits(
-    make_ranks: Callable[..., Ranks], site: CallSite
+    make_ranks: Callable[..., RankSupervisor], site: CallSite
 ) -> None:
     with fault_at(site) as fault:
         try:

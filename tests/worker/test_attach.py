@@ -13,7 +13,7 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.rpc.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
-from pdserve_worker import attachment as attachment_module
+from pdserve_worker import attached_router as attached_router_module
 from pdserve_worker import router_stream as stream_module
 from support.cut_proxy import CutProxy, cut_proxies
 from support.refusals import refused
@@ -218,7 +218,7 @@ async def test_a_router_without_anything_to_resume_starts_anew(
 async def test_a_router_that_does_not_come_back_loses_its_requests(
     worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment_module, "REATTACH_S", 0.3)
+    monkeypatch.setattr(attached_router_module, "REATTACH_S", 0.3)
     await router.add("a", LONG)
     await router.read_tokens(5)
     cut = time.monotonic()
@@ -247,7 +247,7 @@ async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
 async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
     worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
+    monkeypatch.setattr(attached_router_module, "REATTACH_S", 1000.0)
     await router.add("a", LONG)
     await router.read_tokens(5)
     await router.call.done_writing()
@@ -259,7 +259,7 @@ async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
 async def test_a_message_that_makes_no_sense_ends_everything_of_its_router(
     worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
+    monkeypatch.setattr(attached_router_module, "REATTACH_S", 1000.0)
     await router.add("a", LONG)
     await router.read_tokens(5)
     hello = service_pb2.AttachHello(

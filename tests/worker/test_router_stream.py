@@ -17,7 +17,7 @@ class StuckContext:
         await asyncio.Event().wait()
 
 
-class Attachment:
+class AttachedRouter:
     def open_stream(self) -> int:
         return 1
 
@@ -27,7 +27,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        attachment: Any = Attachment()
+        attachment: Any = AttachedRouter()
         context: Any = StuckContext()
         self.stream = RouterStream(attachment, context, clock=lambda: self.now)
 

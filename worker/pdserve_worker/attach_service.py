@@ -39,9 +39,9 @@ from pdserve_common.wire import (
     from_proto,
     to_proto,
 )
-from pdserve_worker.attachment import (
-    Attachment,
-    Attachments,
+from pdserve_worker.attached_router import (
+    AttachedRouter,
+    AttachedRouters,
     Frame,
     RequestAttempt,
     Resume,
@@ -82,7 +82,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self._engine = engine
         self._tensors = tensors
         self._clock = clock
-        self._attachments = Attachments(engine, tracing, clock=clock)
+        self._attachments = AttachedRouters(engine, tracing, clock=clock)
         self._cached_blocks = CachedBlocks()
         engine.record_kv_cache_events(self._cached_blocks.apply)
         self._is_draining = False
@@ -304,7 +304,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             else:
                 raise InvalidRequestError(f"unexpected message {kind!r}", field="message")
 
-    def _add_attached(self, attachment: Attachment, added: service_pb2.AttachRequest) -> None:
+    def _add_attached(self, attachment: AttachedRouter, added: service_pb2.AttachRequest) -> None:
         message = added.add_request
         if attachment.is_running(message.request_id, message.attempt):
             # A refusal under this id would end the one that is running.

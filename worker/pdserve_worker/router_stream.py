@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from pdserve_common.errors import ClientTooSlowError, DeadlineExceededError, RequestAbortedError
 from pdserve_common.rpc.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
-from pdserve_worker.attachment import Attachment
+from pdserve_worker.attached_router import AttachedRouter
 from pdserve_worker.kv_cache_feed import KVCacheFeed
 
 # Silence after which a router is taken for dead, and how long one write to it may take; while this
@@ -22,7 +22,7 @@ class RouterStream:
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: AttachedRouter,
         context: grpc.aio.ServicerContext,
         *,
         kv_cache: KVCacheFeed | None = None,

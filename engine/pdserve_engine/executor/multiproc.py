@@ -22,8 +22,8 @@ from pdserve_engine.executor.gpus import check_gpus
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_adapters import RemoteAdapters
+from pdserve_engine.executor.rank_supervisor import RankSupervisor
 from pdserve_engine.executor.rank_transport import RemoteTransport
-from pdserve_engine.executor.ranks import Ranks
 from pdserve_engine.kv.block_copier import BlockCopier
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.transport.shards import merge_checksums
@@ -77,7 +77,7 @@ class MultiprocExecutor:
                 (config.cpu_cores or "", memories_of(spec))
                 for config, spec in zip(self._configs, self._specs, strict=True)
             ]
-            self._ranks = Ranks(commands, self._on_event)
+            self._ranks = RankSupervisor(commands, self._on_event)
         self.adapters: AdapterStore | None = None
         if config.has_adapters:
             ask, tell = self._ranks.ask, self._ranks.tell_behind_steps

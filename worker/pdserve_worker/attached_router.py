@@ -56,7 +56,7 @@ class Frame(NamedTuple):
     num_bytes: int
 
 
-class Attachment:
+class AttachedRouter:
     """One router. Used on the event loop's thread only."""
 
     def __init__(
@@ -216,7 +216,7 @@ class Attachment:
         return {(output.request_id, output.attempt) for output in outputs if output.finished}
 
 
-class Attachments:
+class AttachedRouters:
     """All routers of a worker."""
 
     def __init__(
@@ -229,8 +229,8 @@ class Attachments:
         self._engine = engine
         self._tracing = tracing
         self._clock = clock
-        self._by_router: dict[tuple[str, str], Attachment] = {}
-        self._expiries: dict[Attachment, asyncio.Task[None]] = {}
+        self._by_router: dict[tuple[str, str], AttachedRouter] = {}
+        self._expiries: dict[AttachedRouter, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         """Those whose stream broke count: they come back with their requests."""
@@ -238,7 +238,7 @@ class Attachments:
 
     def attach(
         self, router: tuple[str, str], resume: Resume | None
-    ) -> tuple[Attachment, list[RequestAttempt]]:
+    ) -> tuple[AttachedRouter, list[RequestAttempt]]:
         """Return what there is of this router, given by its name and process start, if it can and
         wants to resume that, or a new attachment; and the requests it adopts.
         """
@@ -248,17 +248,19 @@ class Attachments:
                 self._cancel_expiry(attachment)
                 return attachment, attachment.resume(resume)
             self.end(attachment)
-        attachment = self._by_router[router] = Attachment(self._engine, router[0], self._tracing)
+        attachment = self._by_router[router] = AttachedRouter(
+            self._engine, router[0], self._tracing
+        )
         return attachment, []
 
-    def keep(self, attachment: Attachment) -> None:
+    def keep(self, attachment: AttachedRouter) -> None:
         """The stream broke: leave the router REATTACH_S to come back."""
         attachment.close_stream()
         self._expiries[attachment] = defects.spawn(
             "attach", self._expire(attachment), costs=f"the end of router {attachment.router_id}"
         )
 
-    def end(self, attachment: Attachment) -> None:
+    def end(self, attachment: AttachedRouter) -> None:
         """Abort a router's requests and forget it."""
         self._cancel_expiry(attachment)
         self._by_router = {k: a for k, a in self._by_router.items() if a is not attachment}
@@ -274,17 +276,17 @@ class Attachments:
         for attachment in list(self._expiries):
             self.end(attachment)
 
-    def _can_resume(self, attachment: Attachment, resume: Resume) -> bool:
+    def _can_resume(self, attachment: AttachedRouter, resume: Resume) -> bool:
         is_ours = resume.worker_epoch == self._engine.info.epoch
         return is_ours and attachment.can_resume(resume)
 
-    async def _expire(self, attachment: Attachment) -> None:
+    async def _expire(self, attachment: AttachedRouter) -> None:
         await sleep_awake(REATTACH_S, clock=self._clock)
         del self._expiries[attachment]
         logger.warning("router %s did not come back: its requests end", attachment.router_id)
         self.end(attachment)
 
-    def _cancel_expiry(self, attachment: Attachment) -> None:
+    def _cancel_expiry(self, attachment: AttachedRouter) -> None:
         expiry = self._expiries.pop(attachment, None)
         if expiry is not None:
             expiry.cancel()

@@ -66,7 +66,7 @@ class StepAnswers:
         return self._future.exception(0)
 
 
-class Ranks:
+class RankSupervisor:
     """Any thread may ask and tell them something, at once or behind steps. One thread reads their
     answers to what is behind steps. What is asked is over when all who were asked have answered;
     one that is gone, or that fails alone, is the end of all of them (`failure`).

@@ -12,11 +12,11 @@ from pdserve_common.types.engine import (
     FinishReason,
     WorkerRole,
 )
-from pdserve_worker import attachment as module
+from pdserve_worker import attached_router as module
 from pdserve_worker import outbox as outbox_module
-from pdserve_worker.attachment import (
-    Attachment,
-    Attachments,
+from pdserve_worker.attached_router import (
+    AttachedRouter,
+    AttachedRouters,
     Frame,
     RequestAttempt,
     Resume,
@@ -53,8 +53,8 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def routers(engine: ScriptedEngine) -> Attachments:
-    return Attachments(engine)  # type: ignore[arg-type]
+def routers(engine: ScriptedEngine) -> AttachedRouters:
+    return AttachedRouters(engine)  # type: ignore[arg-type]
 
 
 ROUTER = ("r", "0" * 32)
@@ -65,22 +65,22 @@ def resume(next_frame_seq: int, *requests: tuple[str, int], worker_epoch: str = 
     return Resume(worker_epoch, next_frame_seq, listed)
 
 
-def add(attachment: Attachment, request_id: str, attempt: int = 0) -> None:
+def add(attachment: AttachedRouter, request_id: str, attempt: int = 0) -> None:
     attachment.add_request(make_request(request_id, (1,), attempt=attempt))
 
 
-async def frames(attachment: Attachment, stream: int) -> list[Frame]:
+async def frames(attachment: AttachedRouter, stream: int) -> list[Frame]:
     return attachment.next_frames(stream, await attachment.outbox.get(0.0), 1)
 
 
-def attach(routers: Attachments) -> tuple[Attachment, int]:
+def attach(routers: AttachedRouters) -> tuple[AttachedRouter, int]:
     attachment, adopted = routers.attach(ROUTER, None)
     assert not adopted
     return attachment, attachment.open_stream()
 
 
 async def test_frames_are_numbered_and_sent_again_from_where_the_router_is(
-    engine: ScriptedEngine, routers: Attachments
+    engine: ScriptedEngine, routers: AttachedRouters
 ) -> None:
     attachment, stream = attach(routers)
     sent = []
@@ -100,7 +100,7 @@ async def test_frames_are_numbered_and_sent_again_from_where_the_router_is(
 
 
 async def test_a_router_adopts_what_it_lists_and_what_it_does_not_list_is_aborted(
-    engine: ScriptedEngine, routers: Attachments
+    engine: ScriptedEngine, routers: AttachedRouters
 ) -> None:
     attachment, stream = attach(routers)
     for request_id in ("runs", "unlisted", "ended-sent", "ended-waiting", "ended-known"):
@@ -125,7 +125,7 @@ async def test_a_router_adopts_what_it_lists_and_what_it_does_not_list_is_aborte
     ids=["nothing to resume", "of another process", "acknowledged before", "never sent"],
 )
 async def test_a_router_that_cannot_resume_starts_anew(
-    engine: ScriptedEngine, routers: Attachments, wanted: Resume | None
+    engine: ScriptedEngine, routers: AttachedRouters, wanted: Resume | None
 ) -> None:
     attachment, stream = attach(routers)
     add(attachment, "a")
@@ -141,7 +141,7 @@ async def test_a_router_that_cannot_resume_starts_anew(
 
 
 async def test_what_is_kept_for_a_router_is_bounded(
-    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, routers: AttachedRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_KEPT_BYTES", 2000)
     attachment, stream = attach(routers)
@@ -155,7 +155,7 @@ async def test_what_is_kept_for_a_router_is_bounded(
 
 
 async def test_large_answers_for_a_slow_router_do_not_end_the_others(
-    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, routers: AttachedRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 10_000)
     attachment, _ = attach(routers)
@@ -185,7 +185,7 @@ async def test_large_answers_for_a_slow_router_do_not_end_the_others(
 
 
 async def test_a_router_that_stays_away_loses_its_requests(
-    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, routers: AttachedRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REATTACH_S", 0.05)
     attachment, _ = attach(routers)
@@ -204,7 +204,7 @@ async def test_a_router_that_stays_away_loses_its_requests(
 
 
 async def test_what_an_older_stream_takes_is_sent_on_the_newer_one(
-    engine: ScriptedEngine, routers: Attachments
+    engine: ScriptedEngine, routers: AttachedRouters
 ) -> None:
     attachment, old = attach(routers)
     engine.bring("a", 0, 5)
@@ -218,7 +218,7 @@ async def test_what_an_older_stream_takes_is_sent_on_the_newer_one(
 
 
 async def test_a_higher_attempt_takes_the_place_of_a_lower_one(
-    engine: ScriptedEngine, routers: Attachments
+    engine: ScriptedEngine, routers: AttachedRouters
 ) -> None:
     attachment, stream = attach(routers)
     add(attachment, "a")
@@ -235,7 +235,7 @@ async def test_a_higher_attempt_takes_the_place_of_a_lower_one(
 
 
 async def test_a_refused_attempt_ends_the_one_that_the_router_has_given_up(
-    engine: ScriptedEngine, routers: Attachments
+    engine: ScriptedEngine, routers: AttachedRouters
 ) -> None:
     attachment, _ = attach(routers)
     add(attachment, "a")
@@ -248,7 +248,7 @@ async def test_a_refused_attempt_ends_the_one_that_the_router_has_given_up(
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_router_gets_every_token_once_wherever_its_streams_break(
-    engine: ScriptedEngine, routers: Attachments, seed: int
+    engine: ScriptedEngine, routers: AttachedRouters, seed: int
 ) -> None:
     chance = random.Random(seed)
     attachment, stream = attach(routers)
@@ -279,7 +279,7 @@ async def test_a_router_gets_every_token_once_wherever_its_streams_break(
 
 
 OUTPUTS = (
-    *call_sites(Attachment, "_take"),
+    *call_sites(AttachedRouter, "_take"),
     *call_sites(Outbox, "put", "_put", "_replace"),
 )
 
@@ -288,7 +288,7 @@ OUTPUTS = (
 async def test_a_defect_at_one_routers_outputs_is_no_loss_of_anothers(
     site: CallSite, engine: ScriptedEngine
 ) -> None:
-    routers = Attachments(engine)  # type: ignore[arg-type]
+    routers = AttachedRouters(engine)  # type: ignore[arg-type]
     both = [routers.attach((name, "0" * 32), None)[0] for name in "ab"]
     for name, attachment in zip("ab", both, strict=True):
         attachment.open_stream()
