@@ -588,6 +588,30 @@ def test_what_was_accepted_is_known_until_it_is_the_oldest_of_many() -> None:
     assert _params(json_schema="a") not in accepted  # the same text as another kind
 
 
+UNBOUNDED = [
+    _params(json_schema="[" * (1 << 20)),
+    _params(regex="a" * (1 << 20)),
+    _params(grammar="a" * (1 << 20)),
+    _params(structural_tag="[" * (1 << 20)),
+    _params(choice=("a",) * (1 << 20)),
+    _params(choice=("a" * (1 << 20),)),
+    _params(regex="\ud800"),
+    _params(choice=("a", "\ud800")),
+]
+
+
+@pytest.mark.parametrize("params", UNBOUNDED)
+def test_what_is_too_large_is_refused_before_it_is_hashed(
+    params: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve_common.structured.accepted.digest_of", None)
+    accepted = AcceptedConstraints()
+    assert params not in accepted
+    with pytest.raises(InvalidRequestError, match=r"^tools.f has ") as error:
+        accepted.check(params, field="tools.f")
+    assert error.value.field == "tools"
+
+
 def test_tags_that_are_kept_have_a_bound() -> None:
     made = [_params(regex="a" * length) for length in range(1, 40)]
     size = len(to_structural_tag(made[-1]).text) + DIGEST_BYTES

@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import patterns
 from pdserve_common.types.sampling_params import StructuredOutputsParams
 from support.samples import sampled, seeds
 from support.schemas import Judge, RandomSchemas, closed, dump
@@ -55,6 +56,45 @@ def test_a_pattern_is_enforced_character_by_character(seed: int) -> None:
             assert judge.allows(text) == is_match, (pattern, text)
             seen[is_match] += 1
     assert min(seen[True], seen[False]) > NUM_PATTERNS / 4
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_a_pattern_is_found_in_a_text_as_python_finds_it(seed: int) -> None:
+    rng, seen = random.Random(seed), Counter[bool]()
+    while seen.total() < 500:
+        pattern = _pattern(rng, 3)
+        text = "".join(rng.choices("abc", k=rng.randint(0, 8)))
+        try:
+            tree = patterns.found_in(patterns.parse(pattern))
+        except patterns.PatternError:
+            continue
+        is_match, _ = patterns.match(tree, text, max_steps=100_000)
+        assert is_match == (re.search(pattern, text) is not None), (pattern, text)
+        seen[is_match] += 1
+    assert min(seen.values()) > 50
+
+
+@pytest.mark.parametrize("pattern", ["^(a|aa)+$", "((a+b?)+c?)+d", "^(a{1,9}){1,9}$"])
+def test_a_match_goes_back_no_step(pattern: str) -> None:
+    tree = patterns.found_in(patterns.parse(pattern))
+    is_match, num_steps = patterns.match(tree, "a" * 200 + "b", max_steps=10**9)
+    assert is_match is False
+    assert num_steps < 200_000
+    is_match, num_steps = patterns.match(tree, "a" * 200 + "b", max_steps=100)
+    assert is_match is None
+    assert num_steps < 1000
+
+
+def _pattern(rng: random.Random, depth: int) -> str:
+    if depth == 0:
+        return rng.choice(["a", "b", "c", "[ab]", "[^a]", "."])
+    parts = "".join(_pattern(rng, depth - 1) for _ in range(rng.randint(1, 2)))
+    kind = rng.choice(["", "", "|", "^", "$", *("*", "+", "?", "{2}", "{1,2}", "{2,}")])
+    if kind == "|":
+        return f"({parts}|{_pattern(rng, depth - 1)})"
+    if kind in ("^", "$"):
+        return f"^{parts}" if kind == "^" else f"{parts}$"
+    return f"({parts}){kind}" if kind else parts
 
 
 def _atom(rng: random.Random) -> str:

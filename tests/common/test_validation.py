@@ -171,6 +171,11 @@ PROBE: dict[str, object] = {
             "repetition_detection.min_count is 4294967296, must be 2 to 2147483647",
         ),
         (constrained(regex="a"), "structured_outputs is set: not served yet"),
+        (constrained(regex="a" * 65537), "structured_outputs.regex has 65537 bytes, at most 65536"),
+        (
+            constrained(choice=("\ud800",)),
+            "structured_outputs.choice has half of a surrogate pair",
+        ),
         (
             constrained(regex="a", choice=("a",)),
             "structured_outputs has 2 constraints (regex, choice), must be exactly one of json_",

@@ -113,14 +113,22 @@ def info(folder: Path, pair: Pair) -> TokenizerInfo:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "choices", [(" paris and", " paris, is", " big"), ("paris", "london", "the paris", "big, is")]
+)
+@pytest.mark.parametrize("prompt_text", [PROMPT, "", None], ids=["text", "no text", "empty"])
 def test_what_a_choice_allows_is_one_of_the_choices(
-    pair: Pair, info: TokenizerInfo, seed: int
+    pair: Pair,
+    info: TokenizerInfo,
+    seed: int,
+    choices: tuple[str, ...],
+    prompt_text: str | None,
 ) -> None:
     tokenizer, reference = pair
-    choices = (" paris and", " paris, is", " big")
-    tag = to_structural_tag(StructuredOutputsParams(choice=choices))
+    constraint = StructuredOutputsParams(choice=choices)
+    tag = to_structural_tag(constraint)
     matcher = Matcher(compile_structural_tag(tag.text, info))
-    prompt = tokenizer.backend.encode(PROMPT).ids
+    prompt = [] if prompt_text is None else tokenizer.backend.encode(prompt_text).ids
     bitmask = np.zeros(-(-info.vocab_size // 32), np.int32)
     random_ = random.Random(seed)
     answer: list[int] = []
@@ -132,7 +140,8 @@ def test_what_a_choice_allows_is_one_of_the_choices(
         answer.append(random_.choice(allowed))
         assert matcher.accept(answer[-1])
     assert answer[-1] == reference.eos_token_id
-    assert text_of(detokenizer_of(tokenizer, prompt), answer) in choices
+    detokenizer = detokenizer_of(tokenizer, prompt, structured_outputs=constraint)
+    assert text_of(detokenizer, answer) in choices
 
 
 @pytest.mark.parametrize("stream", [False, True])

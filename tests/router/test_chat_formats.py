@@ -4,6 +4,7 @@ import itertools
 import json
 import string
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -303,6 +304,119 @@ def test_many_parameters_of_many_schemas_are_looked_at_a_few_times() -> None:
     one = "<function=f><parameter=x>3</parameter></function>"
     each = [work_of(lambda n=n: parse("qwen3_coder", one * n, tools={"f": schema})) for n in (1, 9)]
     assert each[1].num_calls < 3 * each[0].num_calls
+
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+# Schemas, and values that another schema would read otherwise.
+TYPED = [
+    (STRING, "7"),
+    (INTEGER, 7),
+    ({"enum": [f"{n}" for n in range(100)]}, "7"),
+    ({"enum": [*range(100), "seven"]}, 7),
+    ({"oneOf": [{"const": f"{n}"} for n in range(200)]}, "7"),
+    ({"anyOf": [{"type": "integer", "minimum": 8}, STRING]}, "7"),
+    ({"type": "array", "items": STRING}, ["7"]),
+    ({"anyOf": [{"$ref": "#/$defs/of"}, STRING]}, {"a": 7}),
+    ({"anyOf": [{"$ref": "#/$defs/of"}, STRING]}, '{"b": 7}'),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_calls", "num_alternatives"), [(9, 100, 1), (600, 4, 1), (600, 1, 600)]
+)
+def test_arguments_have_their_types_however_many_there_are(
+    num_parameters: int, num_calls: int, num_alternatives: int
+) -> None:
+    """As when a call is the only one, of the only alternative."""
+    parameters = {f"p{n}": TYPED[n % len(TYPED)] for n in range(num_parameters)}
+    properties = {name: schema for name, (schema, _) in parameters.items()}
+    values = {name: value for name, (_, value) in parameters.items()}
+    others = [{"properties": {f"q{n}": STRING}} for n in range(num_alternatives - 1)]
+    schema = {
+        "type": "object",
+        "anyOf": [*others, {"properties": properties, "required": [*properties]}],
+        "$defs": {"of": {"type": "object", "required": ["a"]}},
+    }
+    texts = {n: each if isinstance(each, str) else json.dumps(each) for n, each in values.items()}
+    said = "".join(f"<parameter={n}>\n{text}\n</parameter>\n" for n, text in texts.items())
+    text = "\n".join([f"<function=f>\n{said}</function>"] * num_calls)
+    calls = parse("qwen3_coder", text, tools={"f": schema})
+    assert len(calls) == num_calls
+    assert all(json.loads(call.arguments) == values for call in calls)
+
+
+def test_what_parameters_of_alternatives_cost_is_bounded() -> None:
+    """It took 19 s. Alternatives with their own other properties, which each name may be of."""
+    options = [
+        {"additionalProperties": {"type": ["integer", "string"], "minimum": n}} for n in range(2000)
+    ]
+    listed = {f"p{n}": INTEGER for n in range(1500)}
+    names = "".join(f"<parameter={name}>3</parameter>" for name in listed)
+    schema = {"type": "object", "anyOf": [*options, {"properties": listed}]}
+    text = f"<function=f>{names}</function>"
+    assert work_of(lambda: parse("qwen3_coder", text, tools={"f": schema})).num_calls < 10_000_000
+
+
+PATTERNED = {"patternProperties": {"^s_": STRING, "^[ns]_[0-9]": {"type": ["integer", "string"]}}}
+
+
+def within(schema):
+    return {"properties": {"x": {"anyOf": [{"type": "object", **schema}, STRING]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "text", "value"),
+    [
+        (PATTERNED, "s_", "5", "5"),
+        (PATTERNED, "s_1", "5", "5"),
+        (PATTERNED, "n_1", "5", 5),
+        (PATTERNED, "a_s_1", "5", "5"),  # nothing is said of it
+        (PATTERNED | {"additionalProperties": INTEGER}, "a_s_1", "5", 5),
+        (PATTERNED | {"additionalProperties": INTEGER}, "s_", "5", "5"),
+        (PATTERNED | {"properties": {"s_1": {}}}, "s_1", "5", "5"),
+        ({"anyOf": [PATTERNED, {"properties": {"a": INTEGER}}]}, "s_1", "5", "5"),
+        ({"patternProperties": {"(?=s)": INTEGER}}, "s_1", "5", 5),
+        ({"patternProperties": {"(a|aa)+$": INTEGER}}, "a" * 200 + "b", "5", "5"),
+        (within(PATTERNED), "x", '{"s_1": 5}', '{"s_1": 5}'),
+        (within(PATTERNED), "x", '{"n_1": 5, "a": 5}', {"n_1": 5, "a": 5}),
+        (within(PATTERNED | {"additionalProperties": False}), "x", '{"a": 5}', '{"a": 5}'),
+        (within(PATTERNED | {"additionalProperties": INTEGER}), "x", '{"a": 5}', {"a": 5}),
+    ],
+)
+def test_names_are_matched_with_patterns(schema, name, text, value) -> None:
+    said = f"<function=f><parameter={name}>{text}</parameter></function>"
+    (call,) = parse("qwen3_coder", said, tools={"f": schema})
+    assert json.loads(call.arguments) == {name: value}
+
+
+DIGITS = st.integers(0, 10**6).map(str)
+DECIMALS = st.builds(
+    lambda sign, digits, fraction, exponent: f"{sign}{digits}{fraction}{exponent}",
+    st.sampled_from(["", "-"]),
+    DIGITS,
+    st.just("") | DIGITS.map(".{}".format),
+    st.just("") | st.integers(-30, 30).map("e{}".format),
+)
+
+
+@given(DECIMALS, DECIMALS)
+@example("0.07", "0.01")
+@example("0.3", "0.1")
+@example("9007199254740993.0", "2")
+@example("1e9999999999", "3")
+@example("5e-9999999999", "3")
+@example("1e99999999999999999999", "3")
+def test_multiples_are_exact(text, factor) -> None:
+    schema = {"type": ["number", "string"], "multipleOf": json.loads(factor)}
+    said = f"<function=f><parameter=x>{text}</parameter></function>"
+    (call,) = parse("qwen3_coder", said, tools={"f": {"properties": {"x": schema}}})
+    exponent = int(text.partition("e")[2] or 0)
+    if abs(exponent) < 100:
+        divisor = Fraction(factor)
+        is_number = not divisor or Fraction(text) % divisor == 0
+    else:
+        is_number = exponent > 10**15
+    assert call.arguments == f'{{"x": {text if is_number else json.dumps(text)}}}'
 
 
 NULL_OR_TEXT = {"type": ["string", "null"]}

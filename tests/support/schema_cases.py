@@ -489,6 +489,12 @@ CASES = [
         [{"a": None}, {"a": None, "b": 1}],
         [{}],
     ),
+    Case(
+        "minProperties",
+        properties(next={"$ref": "#"}, a=NULL, b=NULL) | {"minProperties": 2},
+        [{"a": None, "b": None}, {"next": {"a": None, "b": None}, "b": None}],
+        [{}, {"a": None}, {"next": {"a": None}, "b": None}],
+    ),
     Case("maxProperties", OBJECT | {"maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
     Case("maxProperties", OBJECT | {"maxProperties": 0}, [{}], [{"a": 1}]),
     Case(
@@ -784,6 +790,8 @@ REFUSALS = [
     Refusal(
         "minProperties", properties(a=NULL) | {"minProperties": 1, "additionalProperties": True}
     ),
+    Refusal("", properties(a={"$ref": "#"}, b=NULL) | {"minProperties": 2}),
+    Refusal("", properties("a", a={"$ref": "#"}, b=NULL, c=NULL) | {"minProperties": 2}),
     Refusal("maxProperties", properties("a", "b", a=NULL, b=NULL) | {"maxProperties": 1}),
     Refusal(
         "maxProperties", properties(**{f"p{n}": NULL for n in range(65)}) | {"maxProperties": 3}

@@ -11,7 +11,13 @@ from dataclasses import dataclass, fields
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import tags
-from pdserve_common.structured.json_text import check_size, field_name, parse_json
+from pdserve_common.structured.json_text import (
+    MAX_BYTES,
+    check_size,
+    check_sizes,
+    field_name,
+    parse_json,
+)
 from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_CHOICES = 1000
@@ -20,6 +26,12 @@ MAX_TAG_BYTES = 256 * 1024
 # What is compiled has at most so many bytes.
 MAX_TEXT_BYTES = 1024 * 1024
 _FIELD = "structured_outputs"
+_MAX_BYTES = {
+    "json_schema": MAX_BYTES,
+    "regex": MAX_BYTES,
+    "grammar": tags.MAX_GRAMMAR_BYTES,
+    "structural_tag": MAX_TAG_BYTES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +63,7 @@ def to_structural_tag(
     that is malformed or too large, and for what is not enforced; `field` is the constraint's path
     in what a client sent. `before` comes first, as it is.
     """
-    name = _check_one_constraint(params)
-    field = field or f"{_FIELD}.{name}"
+    field = check_bounds(params, field=field)
     format = _format(params, field)
     if before:
         format = {"type": "sequence", "elements": [*before, format]}
@@ -65,31 +76,42 @@ def to_structural_tag(
     return tag
 
 
-def _format(params: StructuredOutputsParams, field: str) -> tags.Format:
-    if params.json_object:
-        return tags.object_format()
-    if params.json_schema is not None:
-        return tags.schema_format(parse_json(params.json_schema, field=field), field=field)
-    if params.regex is not None:
-        check_size(params.regex, field=field)
-        return tags.regex_format(params.regex, field=field)
-    if params.grammar is not None:
-        check_size(params.grammar, field=field, limit=tags.MAX_GRAMMAR_BYTES)
-        return tags.grammar_format(params.grammar, field=field)
-    if params.structural_tag is not None:
-        return _tag_format(params.structural_tag, field)
-    return _choice_format(params.choice, field)
+def check_bounds(params: StructuredOutputsParams, *, field: str | None = None) -> str:
+    """Return the path of a constraint, `field` or its own. Raises InvalidRequestError for more or
+    less than one, and for one that is empty, too large or no Unicode. Costs next to nothing, so
+    that it comes before all that hashes, sends or reads a constraint.
+    """
+    name = _check_one_constraint(params)
+    field = field or f"{_FIELD}.{name}"
+    if params.choice:
+        _check_choices(params.choice, field)
+    elif not params.json_object:
+        check_size(getattr(params, name), field=field, limit=_MAX_BYTES[name])
+    return field
 
 
-def _choice_format(choices: tuple[str, ...], field: str) -> tags.Format:
+def _check_choices(choices: tuple[str, ...], field: str) -> None:
     if len(choices) > MAX_CHOICES:
         raise InvalidRequestError(
             f"{field} has {len(choices)} texts, at most {MAX_CHOICES}", field=field_name(field)
         )
     if "" in choices:
         raise InvalidRequestError(f"{field} has an empty text", field=field_name(field))
-    check_size("".join(choices), field=field)
-    return tags.choice_format(choices)
+    check_sizes(choices, field=field)
+
+
+def _format(params: StructuredOutputsParams, field: str) -> tags.Format:
+    if params.json_object:
+        return tags.object_format()
+    if params.json_schema is not None:
+        return tags.schema_format(parse_json(params.json_schema, field=field), field=field)
+    if params.regex is not None:
+        return tags.regex_format(params.regex, field=field)
+    if params.grammar is not None:
+        return tags.grammar_format(params.grammar, field=field)
+    if params.structural_tag is not None:
+        return _tag_format(params.structural_tag, field)
+    return tags.choice_format(params.choice)
 
 
 def _tag_format(text: str, field: str) -> tags.Format:
@@ -104,12 +126,12 @@ def _tag_format(text: str, field: str) -> tags.Format:
 
 
 def validate_structured_outputs(params: SamplingParams) -> None:
-    """Raise InvalidRequestError unless exactly one constraint is set, and nothing that it cannot
-    hold beside: an answer ends where its grammar does. Costs nothing; `to_structural_tag` looks at
-    the constraint itself.
+    """Raise InvalidRequestError unless exactly one constraint is set, of a size that may be looked
+    at, and nothing that it cannot hold beside: an answer ends where its grammar does.
+    `to_structural_tag` looks at the constraint itself.
     """
     assert params.structured_outputs is not None
-    _check_one_constraint(params.structured_outputs)
+    check_bounds(params.structured_outputs)
     for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("use_beam_search", False)):
         value = getattr(params, name)
         if value != nothing:

@@ -6,7 +6,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pdserve_common.structured import StructuralTag, to_structural_tag
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import StructuralTag, check_bounds, to_structural_tag
 from pdserve_common.structured.tags import Format
 from pdserve_common.types.sampling_params import StructuredOutputsParams
 
@@ -16,7 +17,9 @@ DIGEST_BYTES = 32
 
 
 def digest_of(params: StructuredOutputsParams, before: Sequence[Format] = ()) -> bytes:
-    """Return the SHA-256 of a constraint as it was asked for, and of what comes before it."""
+    """Return the SHA-256 of a constraint as it was asked for, and of what comes before it.
+    `check_bounds` comes first: it may have any size.
+    """
     text = json.dumps((dataclasses.astuple(params), *before))
     return hashlib.sha256(text.encode()).digest()
 
@@ -34,6 +37,10 @@ class AcceptedConstraints:
         return len(self._digests)
 
     def __contains__(self, params: StructuredOutputsParams) -> bool:
+        try:
+            check_bounds(params)
+        except InvalidRequestError:
+            return False
         digest = digest_of(params)
         if digest in self._digests:
             self._digests.move_to_end(digest)

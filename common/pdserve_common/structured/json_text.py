@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 from pdserve_common.errors import InvalidRequestError
@@ -23,9 +24,16 @@ def check_size(text: str, *, field: str, limit: int = MAX_BYTES) -> None:
     """Raise InvalidRequestError if a text is empty, too long or no Unicode."""
     if not text:
         raise InvalidRequestError(f"{field} is empty", field=field_name(field))
+    check_sizes((text,), field=field, limit=limit)
+
+
+def check_sizes(texts: Collection[str], *, field: str, limit: int = MAX_BYTES) -> None:
+    """Raise InvalidRequestError if texts are too long together, or no Unicode."""
     # A character has at least one byte, so that what is far too long is not encoded.
-    if len(text) > limit or (num_bytes := len(_encoded(text, field))) > limit:
-        num_bytes = max(len(text), limit + 1) if len(text) > limit else num_bytes
+    num_bytes = sum(map(len, texts))
+    if num_bytes <= limit:
+        num_bytes = sum(len(_encoded(text, field)) for text in texts)
+    if num_bytes > limit:
         raise InvalidRequestError(
             f"{field} has {num_bytes} bytes, at most {limit}", field=field_name(field)
         )

@@ -428,3 +428,51 @@ def _all_but(words: Sequence[str]) -> Node:
         behind = [word[1:] for word in words[low:] if word.startswith(char)]
         options.append(Cat((Chars(chars_of(char)), _all_but(behind))))
     return Alt(tuple(options))
+
+
+def match(node: Node, text: str, *, max_steps: int) -> tuple[bool | None, int]:
+    """Return whether a tree without anchors matches a text from end to end, None if that takes more
+    steps, and how many it took: none of them is gone back.
+    """
+    steps = _Steps(text, max_steps)
+    try:
+        return len(text) in steps.ends(node, {0}), steps.num_steps
+    except PatternError:
+        return None, steps.num_steps
+
+
+class _Steps:
+    """Where a text may be left by a part of a tree, of all ways at once."""
+
+    def __init__(self, text: str, max_steps: int) -> None:
+        self._codes = [*map(ord, text)]
+        self._max_steps = max_steps
+        self.num_steps = 0
+
+    def ends(self, node: Node, starts: set[int]) -> set[int]:
+        self.num_steps += 1 + len(starts)
+        if self.num_steps > self._max_steps:
+            raise PatternError("takes too many steps")
+        if isinstance(node, Chars):
+            return {at + 1 for at in starts if at < len(self._codes) and self._is_in(at, node)}
+        if isinstance(node, Cat):
+            for part in node.parts:
+                starts = self.ends(part, starts) if starts else starts
+            return starts
+        if isinstance(node, Alt):
+            return set().union(*(self.ends(option, starts) for option in node.options))
+        assert isinstance(node, Repeat), "anchors are gone"
+        return self._repeated(node, starts)
+
+    def _repeated(self, node: Repeat, starts: set[int]) -> set[int]:
+        ends = set(starts) if node.low == 0 else set()
+        number, new = 0, starts
+        while new and number != node.high:
+            number += 1
+            found = self.ends(node.part, new)
+            new = found if number < node.low else found - ends
+            ends |= found if number >= node.low else set()
+        return ends
+
+    def _is_in(self, at: int, node: Chars) -> bool:
+        return any(low <= self._codes[at] <= high for low, high in node.ranges)

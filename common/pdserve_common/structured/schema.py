@@ -235,8 +235,12 @@ def _is_finite(written: Written, finite: Collection[int]) -> bool:
         needed = written.get("prefixItems", [])[:low]
         needed = needed if len(needed) == low else [*needed, written["items"]]
     elif "properties" in written:
-        names = written["properties"] if "minProperties" in written else written.get("required", ())
-        needed = [written["properties"][name] for name in names]
+        properties = written["properties"]
+        needed = [properties[name] for name in written.get("required", ())]
+        if low := written.get("minProperties"):
+            # Others are not listed beside it, and those that are required count.
+            found = sum(_is_finite(part, finite) for part in properties.values())
+            return found >= low and all(_is_finite(part, finite) for part in needed)
     elif "minProperties" in written:
         needed = [*written.get("patternProperties", {"": written["additionalProperties"]}).values()]
     return all(_is_finite(part, finite) for part in needed)

@@ -1,26 +1,40 @@
 """Which values a JSON schema lets pass, for those who read values of it.
 
 Schemas need not be checked. Each keyword that is enforced counts here as well, but `pattern` and
-`format`, and `patternProperties` without their patterns; all others say nothing.
+`format`; all others say nothing.
+
+Of types all is known, in a time that grows with the schema. What else is asked is bounded: beyond
+that, a name has any of the schemas that name it, and what is not known to be wrong passes.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import patterns
 from pdserve_common.structured.node import Document, Json, Node
 from pdserve_common.structured.schema import implied_types
 
 # "number" is one with a fraction, but in schemas.
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# Schemas that are looked at: for all that is asked of one document, and for one value. Of what is
-# behind them nothing is said, and what is not known to be wrong passes.
+# Of all that is asked of one document: schemas that are looked at for names, and for values.
+_MAX_LOOKS = 100_000
 _MAX_CHECKS = 100_000
 _MAX_CHECKS_OF_VALUE = 10_000
-# So many checks of a value do not count for the document: an answer may have any number of values.
+# Of a value, besides one for each part of it, that do not count for the document: an answer may
+# have any number of values.
 _FREE_CHECKS = 100
 _MAX_DEPTH = 64
+# Of a name that is matched with patterns, and of a match.
+_MAX_NAME_CHARS = 256
+_MAX_MATCH_STEPS = 10_000
+_STEPS_PER_LOOK = 4
+# Python makes no integer of more.
+_MAX_DIGITS = 4300
 _TYPE_NAMES: Mapping[type, str] = {
     type(None): "null",
     bool: "boolean",
@@ -32,14 +46,72 @@ _TYPE_NAMES: Mapping[type, str] = {
 _OPTIONS = ("anyOf", "oneOf")
 # Beside these the other keywords of a schema say nothing of types.
 _SAY_TYPES = frozenset(("type", "enum", "const", "$ref", "allOf", *_OPTIONS))
-_LISTS = ("type", "enum", "required", "prefixItems", "patternProperties")
+# Which name of an object is not known: one that is not listed.
+_ANY_OTHER = None
 
 
 def type_of(value: Json) -> str:
-    """Return one of ALL_TYPES."""
+    """Return one of ALL_TYPES. A number with a fraction is a float or a Decimal."""
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
+    if isinstance(value, Decimal):
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return "integer" if is_whole else "number"
     return _TYPE_NAMES[type(value)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a schema itself says, to be asked often."""
+
+    types: frozenset[str] = ALL_TYPES
+    # Listed values with their types, and those of them that have parts; None: none are listed.
+    scalars: frozenset[tuple[str, Any]] | None = None
+    containers: Sequence[Json] = ()
+    required: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, schema: Mapping[str, Any]) -> "_Facts":
+        types = schema.get("type")
+        names = set(filter(_is_text, types if isinstance(types, list) else [types]))
+        found = ALL_TYPES & names or ALL_TYPES
+        if "number" in found:
+            found |= {"integer"}
+        required = frozenset(filter(_is_text, _list(schema, "required")))
+        listed = [schema["const"]] if "const" in schema else _list(schema, "enum")
+        if not listed:
+            return cls(types=found, required=required)
+        values = [(type_of(value), _exact(value)) for value in listed]
+        is_container = [type_ in ("array", "object") for type_, _ in values]
+        return cls(
+            types=found & {type_ for type_, _ in values},
+            scalars=frozenset(
+                v for v, has_parts in zip(values, is_container, strict=True) if not has_parts
+            ),
+            containers=[
+                v for (_, v), has_parts in zip(values, is_container, strict=True) if has_parts
+            ],
+            required=required,
+        )
+
+
+_NO_FACTS = _Facts()
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What is known of a document. Schemas are known by their identity."""
+
+    document: Document
+    num_looks: int = _MAX_LOOKS
+    num_checks: int = _MAX_CHECKS
+    targets: dict[str, Json] = dataclasses.field(default_factory=dict)
+    facts: dict[int, _Facts] = dataclasses.field(default_factory=dict)
+    types: dict[tuple[int, bool], frozenset[str]] = dataclasses.field(default_factory=dict)
+    are_listed: dict[int, bool] = dataclasses.field(default_factory=dict)
+    trees: dict[str, patterns.Node | None] = dataclasses.field(default_factory=dict)
+    # Schemas that are made here: no other may have the identity of one.
+    made: list[Json] = dataclasses.field(default_factory=list)
 
 
 class Values:
@@ -48,61 +120,99 @@ class Values:
     def __init__(self, schema: Json, within: "Values | None" = None) -> None:
         """`within`: those of the document that its `$ref` are about, if it is no document."""
         self._schema = schema
-        # By name; None: any that is not listed.
+        # By name; _ANY_OTHER: any that is not listed, nor matched with patterns.
         self._properties: dict[str | None, Values | None] = {}
-        self._document: Document
-        self._targets: dict[str, Json]
-        self._budget: _Budget
+        self._known: _Known
         if within is None:
-            self._document = Document(root=schema, field="schema", read=_unread)
-            self._targets, self._budget = {}, _Budget(_MAX_CHECKS)
+            self._known = _Known(Document(root=schema, field="schema", read=_unread))
         else:
-            self._document, self._targets = within._document, within._targets
-            self._budget = within._budget
+            self._known = within._known
 
     @functools.cached_property
     def types(self) -> frozenset[str]:
         """Those of ALL_TYPES that values may have."""
-        return self._types_of(self._schema, {}, 0)
+        return self._types_of(self._schema, 0)
 
     @functools.cached_property
     def are_listed(self) -> bool:
         """Values are named one by one, or some are."""
-        return any("enum" in each or "const" in each for each in self._parts())
+        return self._is_listed(self._schema, 0)
 
     def property(self, name: str) -> "Values | None":
         """Return the values of an object's property; None if nothing is said of it."""
-        key = name if name in self._listed_names else None
+        is_spent = self._known.num_looks <= 0
+        is_matched = self._has_patterns and len(name) <= _MAX_NAME_CHARS and not is_spent
+        key = name if name in self._named or is_matched else _ANY_OTHER
         if key not in self._properties:
-            schema = self._property(self._schema, name, set(), 0)
-            self._properties[key] = None if schema is None else Values(schema, self)
+            if is_spent and key is not _ANY_OTHER:
+                schema = _any_of(self._named[key])
+            else:
+                schema = self._property(self._schema, key, set(), 0)
+            self._properties[key] = None if schema is None else self._made(schema)
         return self._properties[key]
 
-    def accepts(self, value: Json) -> bool:
-        """Return whether a value is among them."""
-        most = min(_MAX_CHECKS_OF_VALUE, _FREE_CHECKS + max(0, self._budget.num_left))
+    def first_of(self, values: Sequence[Json]) -> int | None:
+        """Return the index of the first of some values that is among these; None if none is."""
+        free = _FREE_CHECKS + max(map(_num_parts, values), default=0)
+        most = free + min(_MAX_CHECKS_OF_VALUE, max(0, self._known.num_checks))
         budget = _Budget(most)
-        is_valid = self._is_valid(self._schema, value, budget, 0)
-        self._budget.num_left -= max(0, most - budget.num_left - _FREE_CHECKS)
-        return is_valid
+        suits = (self._is_valid(self._schema, value, budget, 0) for value in values)
+        found = next((index for index, is_valid in enumerate(suits) if is_valid), None)
+        self._known.num_checks -= max(0, most - budget.num_left - free)
+        return found
+
+    def _made(self, schema: Json) -> "Values":
+        self._known.made.append(schema)
+        return Values(schema, self)
 
     # ---- by what schemas are made of
 
     @functools.cached_property
-    def _listed_names(self) -> frozenset[str]:
-        return frozenset(name for part in self._parts() for name in _mapping(part, "properties"))
+    def _named(self) -> Mapping[str, list[Json]]:
+        """What is said of each name of an object that is listed."""
+        named: dict[str, list[Json]] = {}
+        for part in self._parts:
+            for name, schema in _mapping(part, "properties").items():
+                named.setdefault(name, []).append(schema)
+        return named
+
+    @functools.cached_property
+    def _has_patterns(self) -> bool:
+        return any("patternProperties" in part for part in self._parts)
+
+    @functools.cached_property
+    def _parts(self) -> Sequence[Mapping[str, Any]]:
+        """Each schema that speaks of the value itself."""
+        parts: dict[int, Mapping[str, Any]] = {}
+        left = [self._schema]
+        while left:
+            schema = left.pop()
+            if isinstance(schema, Mapping) and id(schema) not in parts:
+                parts[id(schema)] = schema
+                left += self._all_of(schema)
+                left += (option for name in _OPTIONS for option in _list(schema, name))
+        return [*parts.values()]
+
+    def _facts(self, schema: Mapping[str, Any]) -> _Facts:
+        if schema.keys().isdisjoint(("type", "enum", "const", "required")):
+            return _NO_FACTS
+        if id(schema) not in self._known.facts:
+            self._known.facts[id(schema)] = _Facts.of(schema)
+        return self._known.facts[id(schema)]
 
     def _target(self, ref: Json) -> Json:
         if not isinstance(ref, str):
             return True
         # A pointer may be long, and what has it may be referred to often.
-        if ref not in self._targets:
-            self._targets[ref] = self._found(ref)
-        return self._targets[ref]
+        targets = self._known.targets
+        if ref not in targets:
+            targets[ref] = self._found(ref)
+        return targets[ref]
 
     def _found(self, ref: str) -> Json:
+        document = self._known.document
         try:
-            return self._document.target(Node(self._document, {}, "").pointer_of(ref))
+            return document.target(Node(document, {}, "").pointer_of(ref))
         except InvalidRequestError:
             return True
 
@@ -112,89 +222,125 @@ class Values:
             yield self._target(schema["$ref"])
         yield from _list(schema, "allOf")
 
-    def _parts(self) -> Iterator[Mapping[str, Any]]:
-        """Return each schema that speaks of the value itself."""
-        seen: set[int] = set()
-        left = [self._schema]
-        while left:
-            schema = left.pop()
-            if isinstance(schema, Mapping) and id(schema) not in seen:
-                if self._budget.is_spent(schema):
-                    return
-                seen.add(id(schema))
-                yield schema
-                left += self._all_of(schema)
-                left += (option for name in _OPTIONS for option in _list(schema, name))
-
-    def _types_of(
-        self,
-        schema: Json,
-        known: dict[tuple[int, bool], frozenset[str]],
-        depth: int,
-        *,
-        is_implied: bool = True,
-    ) -> frozenset[str]:
+    def _types_of(self, schema: Json, depth: int, *, is_implied: bool = True) -> frozenset[str]:
         """`is_implied`: without types, those that its keywords speak of, as is enforced."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return ALL_TYPES
-        key = id(schema), is_implied
+        known, key = self._known.types, (id(schema), is_implied)
         if key in known:
             return known[key]
-        if self._budget.is_spent(schema):
-            return ALL_TYPES
         known[key] = ALL_TYPES  # of one within itself
-        types, parts = _own_types(schema), [*self._all_of(schema)]
+        types, parts = self._facts(schema).types, [*self._all_of(schema)]
         if is_implied and schema.keys().isdisjoint(_SAY_TYPES):
             types = frozenset(implied_types(schema)) or ALL_TYPES
         is_implied = is_implied and len(parts) < 2
         for part in parts:
-            types &= self._types_of(part, known, depth + 1, is_implied=is_implied)
+            types &= self._types_of(part, depth + 1, is_implied=is_implied)
         for name in _OPTIONS:
             if options := _list(schema, name):
                 each = (
-                    self._types_of(option, known, depth + 1, is_implied=is_implied)
-                    for option in options
+                    self._types_of(option, depth + 1, is_implied=is_implied) for option in options
                 )
                 types &= frozenset().union(*each)
         known[key] = types
         return types
 
-    def _property(self, schema: Json, name: str, seen: set[int], depth: int) -> Json | None:
+    def _is_listed(self, schema: Json, depth: int) -> bool:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return False
+        known = self._known.are_listed
+        if id(schema) not in known:
+            known[id(schema)] = False  # of one within itself
+            parts = [*self._all_of(schema), *(o for name in _OPTIONS for o in _list(schema, name))]
+            known[id(schema)] = (
+                "enum" in schema
+                or "const" in schema
+                or any(self._is_listed(part, depth + 1) for part in parts)
+            )
+        return known[id(schema)]
+
+    def _property(self, schema: Json, name: str | None, seen: set[int], depth: int) -> Json | None:
         if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
             return None
-        if self._budget.is_spent(schema):
-            return None
+        self._known.num_looks -= 1
         seen.add(id(schema))
-        found = [_own_property(schema, name)]
+        found = [self._own_property(schema, name)]
         found += [self._property(part, name, seen, depth + 1) for part in self._all_of(schema)]
         for keyword in _OPTIONS:
             options = [
                 self._property(each, name, seen, depth + 1) for each in _list(schema, keyword)
             ]
-            known = [each for each in options if each is not None]
-            found.append({"anyOf": known} if known else None)
-        said = [each for each in found if each is not None]
-        return {"allOf": said} if len(said) > 1 else said[0] if said else None
+            found.append(_any_of([each for each in options if each is not None]))
+        return _all_of([each for each in found if each is not None])
+
+    def _own_property(
+        self, schema: Mapping[str, Any], name: str | None, others: Json = False
+    ) -> Json | None:
+        """`others`: what those are that nothing is said of."""
+        properties = _mapping(schema, "properties")
+        said = [] if name is None or name not in properties else [properties[name]]
+        may_be = []
+        for pattern, part in _mapping(schema, "patternProperties").items():
+            is_match = self._is_match(pattern, name)
+            if is_match is None:
+                may_be.append(part)
+            elif is_match:
+                said.append(part)
+        if said:
+            return _all_of(said)
+        others = schema.get("additionalProperties", others)
+        return _any_of(may_be if others is False else [*may_be, others])
+
+    def _is_match(self, pattern: str, name: str | None) -> bool | None:
+        """Return whether a pattern is found in a name; None: who knows."""
+        if name is None or len(name) > _MAX_NAME_CHARS or self._known.num_looks <= 0:
+            return None
+        known = self._known.trees
+        if pattern not in known:
+            self._known.num_looks -= len(pattern)
+            try:
+                known[pattern] = patterns.found_in(patterns.parse(pattern))
+            except patterns.PatternError:
+                known[pattern] = None
+        tree = known[pattern]
+        if tree is None:
+            return None
+        is_match, num_steps = patterns.match(tree, name, max_steps=_MAX_MATCH_STEPS)
+        self._known.num_looks -= num_steps // _STEPS_PER_LOOK
+        return is_match
 
     def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if budget.is_spent(schema) or depth > _MAX_DEPTH:
+        if budget.is_spent() or depth > _MAX_DEPTH:
             return True
 
         def suits(part: Json, value: Json = value) -> bool:
             return self._is_valid(part, value, budget, depth + 1)
 
         return (
-            _suits_itself(schema, value)
+            _suits_itself(schema, self._facts(schema), value, budget)
             and all(map(suits, self._all_of(schema)))
             and all(
                 any(map(suits, options)) for name in _OPTIONS if (options := _list(schema, name))
             )
-            and all(suits(part, each) for part, each in _within(schema, value))
+            and all(suits(part, each) for part, each in self._within(schema, value))
         )
+
+    def _within(self, schema: Mapping[str, Any], value: Json) -> Iterator[tuple[Json, Json]]:
+        """Return the parts of a value, each with a schema that it has to suit."""
+        if isinstance(value, list):
+            prefix = _list(schema, "prefixItems")
+            yield from zip(prefix, value, strict=False)
+            for item in value[len(prefix) :]:
+                yield schema.get("items", True), item
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                yield schema.get("propertyNames", True), name
+                found = self._own_property(schema, name, others=True)
+                yield False if found is None else found, part
 
 
 class _Budget:
@@ -205,11 +351,9 @@ class _Budget:
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
 
-    def is_spent(self, schema: Mapping[str, Any]) -> bool:
-        """Count a look at this schema: what it lists is looked through."""
+    def is_spent(self, num_looks: int = 1) -> bool:
         is_spent = self.num_left <= 0
-        lists = (schema.get(keyword) for keyword in _LISTS)
-        self.num_left -= 1 + sum(len(each) for each in lists if isinstance(each, list | dict))
+        self.num_left -= num_looks
         return is_spent
 
 
@@ -223,53 +367,64 @@ def _mapping(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _listed(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the values that a schema names, None if it does not."""
-    return [schema["const"]] if "const" in schema else _list(schema, "enum") or None
+def _any_of(options: list[Json]) -> Json | None:
+    return {"anyOf": options} if len(options) > 1 else options[0] if options else None
 
 
-def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    types = schema.get("type")
-    names = {each for each in (types if isinstance(types, list) else [types]) if _is_text(each)}
-    found = ALL_TYPES & names or ALL_TYPES
-    if "number" in found:
-        found |= {"integer"}
-    values = _listed(schema)
-    return found if values is None else found & frozenset(map(type_of, values))
+def _all_of(parts: list[Json]) -> Json | None:
+    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else None
 
 
 def _is_text(value: Json) -> bool:
     return isinstance(value, str)
 
 
-def _own_property(schema: Mapping[str, Any], name: str) -> Json | None:
-    properties = _mapping(schema, "properties")
-    if name in properties:
-        return properties[name]
-    patterns = [*_mapping(schema, "patternProperties").values()]
-    others = schema.get("additionalProperties", False)
-    options = patterns if others is False else [*patterns, others]
-    return {"anyOf": options} if options else None
+def _num_parts(value: Json) -> int:
+    """Return how many values a value is made of."""
+    num_parts, left = 0, [value]
+    while left:
+        each = left.pop()
+        num_parts += 1
+        if isinstance(each, list | dict):
+            left += each.values() if isinstance(each, dict) else each
+    return num_parts
 
 
-def _suits_itself(schema: Mapping[str, Any], value: Json) -> bool:
+def _exact(value: Json) -> Json:
+    """Return a schema's value with its fractions as they are written."""
+    if isinstance(value, dict):
+        return {name: _exact(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [*map(_exact, value)]
+    return Decimal(repr(value)) if isinstance(value, float) else value
+
+
+def _suits_itself(schema: Mapping[str, Any], facts: _Facts, value: Json, budget: _Budget) -> bool:
     """Return whether a value suits the keywords that have no schemas within."""
     type_ = type_of(value)
-    if type_ not in _own_types(schema):
+    if type_ not in facts.types:
         return False
-    values = _listed(schema)
-    if values is not None and not any(type_ == type_of(v) and value == v for v in values):
+    if facts.scalars is not None and not _is_listed(facts, type_, value, budget):
         return False
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _is_in_range(schema, value)
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return _is_in_range(schema, _exact(value))
     noun = {"string": "Length", "array": "Items", "object": "Properties"}.get(type_)
     if noun is None:
         return True
+    if type_ == "object" and not facts.required <= value.keys():
+        return False
     low, high = _number(schema, f"min{noun}"), _number(schema, f"max{noun}")
     return (low is None or len(value) >= low) and (high is None or len(value) <= high)
 
 
-def _is_in_range(schema: Mapping[str, Any], value: float) -> bool:
+def _is_listed(facts: _Facts, type_: str, value: Json, budget: _Budget) -> bool:
+    if type_ not in ("array", "object"):
+        return (type_, _exact(value)) in (facts.scalars or ())
+    budget.is_spent(len(facts.containers))
+    return any(type_ == type_of(each) and value == each for each in facts.containers)
+
+
+def _is_in_range(schema: Mapping[str, Any], value: "int | Decimal") -> bool:
     low, high = _number(schema, "minimum"), _number(schema, "maximum")
     above, below = _number(schema, "exclusiveMinimum"), _number(schema, "exclusiveMaximum")
     factor = _number(schema, "multipleOf")
@@ -278,42 +433,32 @@ def _is_in_range(schema: Mapping[str, Any], value: float) -> bool:
         and (high is None or value <= high)
         and (above is None or value > above)
         and (below is None or value < below)
-        and (not factor or _is_multiple(value, factor))
+        and (not factor or _is_multiple(Decimal(value), Decimal(factor)))
     )
 
 
-def _is_multiple(value: float, factor: float) -> bool:
-    try:
-        return value % factor == 0
-    except OverflowError:
+def _is_multiple(value: Decimal, factor: Decimal) -> bool:
+    """Exactly, however large or small they are; what has too many digits passes."""
+    if not value.is_finite():
         return True
+    (_, digits, exponent), (_, factor_digits, factor_exponent) = value.as_tuple(), factor.as_tuple()
+    if max(len(digits), len(factor_digits)) > _MAX_DIGITS:
+        return True
+    number, divisor = (int("".join(map(str, each))) for each in (digits, factor_digits))
+    assert isinstance(exponent, int), "it is finite"
+    assert isinstance(factor_exponent, int), "it is finite"
+    if (places := exponent - factor_exponent) >= 0:
+        return number * pow(10, places, divisor) % divisor == 0
+    # Of more zeros than it has digits only 0 is a multiple.
+    return number == 0 or (-places < len(digits) and number % (divisor * 10**-places) == 0)
 
 
-def _number(schema: Mapping[str, Any], keyword: str) -> float | None:
+def _number(schema: Mapping[str, Any], keyword: str) -> "int | Decimal | None":
     value = schema.get(keyword)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _within(schema: Mapping[str, Any], value: Json) -> Iterator[tuple[Json, Json]]:
-    """Return the parts of a value, each with a schema that it has to suit."""
-    if isinstance(value, list):
-        prefix = _list(schema, "prefixItems")
-        yield from zip(prefix, value, strict=False)
-        for item in value[len(prefix) :]:
-            yield schema.get("items", True), item
-    elif isinstance(value, dict):
-        if any(isinstance(name, str) and name not in value for name in _list(schema, "required")):
-            yield False, value
-        properties = _mapping(schema, "properties")
-        for name, part in value.items():
-            yield schema.get("propertyNames", True), name
-            if name in properties:
-                yield properties[name], part
-            elif "patternProperties" not in schema:
-                yield schema.get("additionalProperties", True), part
-            else:
-                found = _own_property(schema, name)
-                yield True if found is None else found, part
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    number: int | Decimal = _exact(value)
+    return number
 
 
 def _unread(node: Node) -> dict[str, Any]:

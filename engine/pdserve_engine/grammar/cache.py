@@ -23,9 +23,11 @@ class GrammarCache:
         return self._grammars.get(digest)
 
     def put(self, digest: str, grammar: CompiledGrammar) -> None:
-        """Keep a grammar that is not kept, and forget those that leave no room for it. Those who
-        use one of these still have it.
+        """Keep a grammar, instead of one that is kept with this digest, and forget those that
+        leave no room for it. Those who use one of these still have it.
         """
+        if (replaced := self._grammars.pop(digest, None)) is not None:
+            self._num_bytes -= replaced.num_bytes
         self._grammars[digest] = grammar
         self._num_bytes += grammar.num_bytes
         while self._num_bytes > self._max_bytes:

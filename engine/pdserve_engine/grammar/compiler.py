@@ -18,7 +18,7 @@ from pdserve_common.errors import (
 from pdserve_common.observability import defects
 from pdserve_common.processes.call_thread import CallThread
 from pdserve_common.processes.calls import Call
-from pdserve_common.structured import StructuralTag
+from pdserve_common.structured import StructuralTag, check_bounds
 from pdserve_common.structured.accepted import StructuralTags, digest_of
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_common.types.sampling_params import StructuredOutputsParams
@@ -118,8 +118,9 @@ class GrammarCompiler:
         client: str = "",
     ) -> "Future[CompiledGrammar]":
         """As `submit`, of a constraint, behind reasoning if there is some. Raises
-        InvalidRequestError for markers of the reasoning.
+        InvalidRequestError for what `check_bounds` refuses, and for markers of the reasoning.
         """
+        check_bounds(params)
         info = self._tokenizer_info
         before = (
             ()
@@ -155,9 +156,7 @@ class GrammarCompiler:
             grammar = self._cache.get(digest)
             error = self._refusal(source)
             if grammar is None and error is None and len(self._pending) >= self._max_queued:
-                dropped = self._jobs.drop_newest(
-                    client, lambda each: () if each.is_taken else each.clients
-                )
+                dropped = self._jobs.drop_newest(client, lambda each: each.clients)
                 if dropped is None:
                     error = self._too_many()
                 else:
@@ -239,12 +238,13 @@ class GrammarCompiler:
 
     def _next(self) -> tuple[str, _Job] | None:
         with self._lock:
-            while self._jobs:
-                client, job = self._jobs.pop()
-                if not job.is_taken:
-                    job.is_taken = True
-                    return client, job
-        return None
+            if not self._jobs:
+                return None
+            client, job = self._jobs.pop()
+            job.is_taken = True
+            for other in job.clients - {client}:
+                self._jobs.discard(other, job)
+            return client, job
 
     def _drop_all(self, error: BaseException) -> None:
         """Begin with an empty queue."""
@@ -289,10 +289,11 @@ class GrammarCompiler:
         tag = job.source
         if isinstance(tag, ReadConstraint):
             tag = self._read(job.digest, tag)
-            with self._lock:
-                known = self._cache.get(tag.digest)
-            if known is not None:
-                return known, "cached"
+        with self._lock:
+            # One of another spelling, or its constraint, may have been compiled meanwhile.
+            known = self._cache.get(tag.digest)
+        if known is not None:
+            return known, "cached"
         grammar = self._compile(tag)
         with self._lock:
             self._cache.put(tag.digest, grammar)
@@ -368,8 +369,8 @@ class GrammarCompiler:
     def _drop_process(self) -> None:
         with self._lock:
             process, self._process = self._process, None
-            if process is not None:
-                process.close()
+        if process is not None:
+            process.close()  # it may take its time, in which others ask for grammars
 
 
 def _failed(error: BaseException) -> PdserveError:

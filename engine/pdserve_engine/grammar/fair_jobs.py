@@ -57,6 +57,10 @@ class FairJobs(Generic[T]):
         client.turn = next(self._turns)
         return name, client.jobs.popleft()
 
+    def discard(self, name: str, job: T) -> None:
+        """Take a job from a client that has it."""
+        self._clients[name].jobs.remove(job)
+
     def charge(self, name: str, cost: float) -> None:
         """A client's job, which was popped, has cost so much."""
         client = self._clients.setdefault(name, _Client(self._cost))
@@ -66,16 +70,17 @@ class FairJobs(Generic[T]):
     def drop_newest(self, name: str, waiting_for: Callable[[T], Collection[str]]) -> T | None:
         """Take the newest job of the client that has most, among those for which only clients wait
         that have more than this one; None if there is none. `waiting_for` says who waits for a
-        job, nobody if it may not be dropped.
+        job.
         """
         own = self._clients.get(name)
         most = len(own.jobs) + 1 if own is not None else 1
         larger = {each: client for each, client in self._clients.items() if len(client.jobs) > most}
         for client in sorted(larger.values(), key=lambda each: -len(each.jobs)):
             for job in reversed(client.jobs):
-                if (names := waiting_for(job)) and larger.keys() >= set(names):
+                names = waiting_for(job)
+                if larger.keys() >= set(names):
                     for each in names:
-                        larger[each].jobs.remove(job)
+                        self.discard(each, job)
                     return job
         return None
 

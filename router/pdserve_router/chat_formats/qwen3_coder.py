@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 
 from pdserve_common.structured.tags import MAX_WHITESPACE
 from pdserve_common.structured.values import Values, type_of
@@ -193,10 +194,17 @@ def _as_json(text: str, values: Values) -> str:
     readings = [*_readings(text)]
     if values.are_listed:
         readings += map(_json, _with_fewer_blanks(text))
-    loaded = [json.loads(each) for each in readings]
-    found = [i for i, value in enumerate(loaded) if type_of(value) in values.types]
-    best = next((i for i in found if len(found) > 1 and values.accepts(loaded[i])), None)
-    return readings[best if best is not None else (*found, 0)[0]]
+    loaded = [json.loads(each, parse_float=_number) for each in readings]
+    found = [i for i, value in enumerate(loaded) if type_of(value) in values.types] or [0]
+    best = values.first_of([loaded[i] for i in found]) if len(found) > 1 else None
+    return readings[found[best or 0]]
+
+
+def _number(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except ArithmeticError:  # its exponent has too many digits
+        return float(text)
 
 
 def _readings(text: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ class TokenTexts(dict[int, str | None]):
         self._backend = backend
         self._vocab_size = vocab_size
         self._added = backend.get_added_tokens_decoder().keys()
-        self._before = _letter(backend) if _is_local(backend) else None
+        self._before = letter_id(backend) if _is_local(backend) else None
 
     def __missing__(self, token_id: int) -> str | None:
         if token_id >= self._vocab_size:
@@ -56,5 +56,6 @@ def _is_local(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _letter(backend: tokenizers.Tokenizer) -> int | None:
+def letter_id(backend: tokenizers.Tokenizer) -> int | None:
+    """Return a token that is a letter, None if there is none."""
     return next(filter(None, map(backend.token_to_id, "aetA")), None)

@@ -19,7 +19,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.tokens.token_bytes import parts_of, piece_decoder
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.prompt_end import PromptEnd, prompt_end
-from pdserve_router.text.token_texts import TokenTexts
+from pdserve_router.text.token_texts import TokenTexts, letter_id
 
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
 # loop can spare; more go to a thread (the tokenizer releases the GIL).
@@ -80,6 +80,7 @@ class Tokenizer:
         self.added_tokens = {i: token.content for i, token in added.items()}
         # By their text; special ones and others.
         self.added_token_ids = {token.content: i for i, token in added.items()}
+        self._letter_id = letter_id(self.backend)
         self.texts = TokenTexts(self.backend, vocab_size=self.vocab_size)
         self._decode_piece = piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
@@ -193,13 +194,23 @@ class Tokenizer:
         """Return the text of some tokens, special tokens included."""
         return self.backend.decode(token_ids, skip_special_tokens=False)
 
-    def prompt_end(self, token_ids: Sequence[int], *, skipped: Set[int] = frozenset()) -> PromptEnd:
+    def prompt_end(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skipped: Set[int] = frozenset(),
+        begins_text: bool = True,
+    ) -> PromptEnd:
         """Return what a prompt's last tokens are to the text that follows; `skipped` are in no
-        text.
+        text. Unless a text `begins_text` if there is none before it, it is as behind a letter.
         """
-        return prompt_end(
-            token_ids, skipped=skipped, token_bytes=self.token_bytes, decode=self.decode
+        of = functools.partial(
+            prompt_end, skipped=skipped, token_bytes=self.token_bytes, decode=self.decode
         )
+        end = of(token_ids)
+        if begins_text or end.context or self._letter_id is None:
+            return end
+        return of((self._letter_id, *end.pending))
 
     async def decode_prompt(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt, without a character that it only begins: its answer goes on

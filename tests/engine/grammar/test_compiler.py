@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -66,7 +67,7 @@ SLACK_BYTES = 64 * 1024 * 1024
 class Compiler:
     """A compiler, and what it says."""
 
-    def __init__(self, tokenizer_info: TokenizerInfo, **settings: int) -> None:
+    def __init__(self, tokenizer_info: TokenizerInfo, **settings: Any) -> None:
         self.outcomes: list[Outcome] = []
         self.compiler = GrammarCompiler(
             tokenizer_info, observe=lambda outcome, _: self.outcomes.append(outcome), **settings
@@ -130,7 +131,7 @@ def await_end(*ended: psutil.Process) -> None:
 def make_compiler(tokenizer_info: TokenizerInfo) -> Iterator[Callable[..., Compiler]]:
     made = []
 
-    def make(**settings: int) -> Compiler:
+    def make(**settings: Any) -> Compiler:
         made.append(Compiler(tokenizer_info, **settings))
         return made[-1]
 
@@ -188,6 +189,17 @@ def test_a_constraint_is_read_once_whatever_its_spelling(make_compiler) -> None:
     assert compiler.compiler.compile(spellings[1]).done()
 
 
+def test_a_constraint_and_its_tag_are_compiled_once(make_compiler) -> None:
+    """As for who asks for a constraint while it is compiled, once it was read."""
+    compiler = make_compiler()
+    params = StructuredOutputsParams(regex="[a-f]+")
+    tag = to_structural_tag(params)
+    futures = [compiler.compiler.compile(params), compiler.submit(tag)]
+    first, second = (each.result(TIMEOUT_S) for each in futures)
+    assert first is second
+    assert compiler.outcomes == ["compiled", "cached"]
+
+
 def test_what_is_not_enforced_is_refused_with_its_place(make_compiler) -> None:
     compiler = make_compiler()
     future = compiler.compiler.compile(StructuredOutputsParams(json_schema='{"not": {}}'))
@@ -195,6 +207,19 @@ def test_what_is_not_enforced_is_refused_with_its_place(make_compiler) -> None:
     assert isinstance(error, InvalidRequestError)
     assert error.message == "structured_outputs.json_schema: not at the root is not enforced"
     assert error.field == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"choice": ("a" * (1 << 20),)}, {"regex": "\ud800"}], ids=["large", "surrogate"]
+)
+def test_what_is_too_large_or_no_unicode_is_refused_at_once(
+    make_compiler, monkeypatch, constraint
+) -> None:
+    monkeypatch.setattr(compiler_module, "digest_of", None)
+    compiler = make_compiler()
+    with pytest.raises(InvalidRequestError, match="has "):
+        compiler.compiler.compile(StructuredOutputsParams(**constraint))
+    assert not compiler.processes()
 
 
 def test_a_constraint_that_takes_long_to_read_keeps_nobody_waiting(make_compiler) -> None:
@@ -324,6 +349,55 @@ def test_two_that_ask_for_the_same_do_not_keep_others_out(
     assert isinstance(small.result(TIMEOUT_S), CompiledGrammar)
 
 
+def test_what_was_served_in_a_turn_of_another_one_counts_no_more(
+    make_compiler: Callable[..., Compiler],
+) -> None:
+    """Mallory asked for most, of which trudy's turns have served all but one."""
+    now = 0.0
+    compiler = make_compiler(max_queued=8, clock=lambda: now)
+    compiler.submit(endless(0), "mallory")
+    tags = [NUMBER, WORD, structural_tag({"type": "regex", "pattern": "[a-f]+"})]
+    shared = [compiler.submit(tag, client) for tag in tags for client in ("mallory", "trudy")]
+    own = compiler.submit(endless(1), "mallory")
+    others = [compiler.submit(endless(number), "trudy") for number in (2, 3, 4)]
+    compiler.await_fork()
+    now = 10.0
+    compiler.kill_twice()
+    for each in shared:
+        each.result(TIMEOUT_S)
+    compiler.await_fork()
+    for number in range(5, 10):
+        compiler.submit(endless(number), f"client {number}")
+    assert [future.done() for future in (own, *others)] == [False, False, False, True]
+    assert isinstance(others[-1].exception(0), OverloadedError)
+
+
+def test_others_do_not_wait_for_a_process_that_takes_its_time_to_die(
+    make_compiler: Callable[..., Compiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make_compiler()
+    assert compiler.error(NUMBER) is None
+    is_closing, may_close = threading.Event(), threading.Event()
+    close = CompilerProcess.close
+
+    def close_slowly(self: CompilerProcess) -> None:
+        is_closing.set()
+        assert may_close.wait(TIMEOUT_S)
+        close(self)
+
+    monkeypatch.setattr(CompilerProcess, "close", close_slowly)
+    compiler.processes()[0].kill()
+    word = compiler.submit(WORD)
+    assert is_closing.wait(TIMEOUT_S)
+    asker = threading.Thread(target=lambda: asked.append(compiler.submit(NUMBER)), daemon=True)
+    asked: list[object] = []
+    asker.start()
+    asker.join(TIMEOUT_S)
+    assert asked
+    may_close.set()
+    assert isinstance(word.result(TIMEOUT_S), CompiledGrammar)
+
+
 def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_QUEUED_S", 0.5)
     compiler = make_compiler()
@@ -436,6 +510,13 @@ def test_a_cache_keeps_the_latest_used_that_fit() -> None:
     cache.put("c", grammars["c"])
     assert [name for name in "abc" if cache.get(name)] == ["a", "c"]
     assert cache.num_bytes == 80
+
+
+def test_a_cache_counts_a_grammar_once_that_comes_again() -> None:
+    cache = GrammarCache(100)
+    for size in (40, 30, 30):
+        cache.put("a", CompiledGrammar(None, size))
+    assert cache.num_bytes == 30
 
 
 def test_a_cache_keeps_nothing_that_is_larger_than_itself() -> None:

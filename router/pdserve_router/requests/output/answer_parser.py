@@ -38,7 +38,10 @@ def answer_detokenizer(
         include_stop=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,
         unspaced=NO_UNSPACED if is_spaced else tokenizer.added_tokens,
-        prompt=tokenizer.prompt_end(prompt_token_ids, skipped=skipped),
+        # To a grammar a token is the same text wherever it stands: no first one loses its space.
+        prompt=tokenizer.prompt_end(
+            prompt_token_ids, skipped=skipped, begins_text=params.structured_outputs is None
+        ),
     )
 
 
