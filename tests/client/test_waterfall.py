@@ -82,7 +82,7 @@ def test_a_recovered_request_says_so() -> None:
 
 
 def test_the_chat_page_and_the_docs_call_stages_the_same() -> None:
-    page = (ROOT / "router" / "pdserve_router" / "api" / "chat_page.html").read_text()
+    page = (ROOT / "router" / "pdserve_router" / "api" / "http" / "chat_page.html").read_text()
     docs = (ROOT / "docs" / "metrics.md").read_text()
     readme = (ROOT / "README.md").read_text()
     for stage, name in (TTFT_STAGES | FIRST_ITL_STAGES).items():
