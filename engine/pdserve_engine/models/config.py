@@ -17,7 +17,7 @@ from pdserve_engine.models.experts import (
     read_qwen_experts,
 )
 from pdserve_engine.models.quantization import Quantization, read_quantization
-from pdserve_engine.models.rope import RopeConfig, read_rope
+from pdserve_engine.models.rope import RopeConfig, native_rope, read_rope_settings
 from pdserve_kernels.fp8 import FP8
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ FAMILIES: Mapping[str, _Family] = {
 CAUSAL_LM, SEQUENCE_CLASSIFICATION, BASE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
 # What transformers assumes where the field is missing.
 DEFAULT_MAX_WINDOW_LAYERS = 28
+# In layer_types, what layers with a window are.
+SLIDING = "sliding_attention"
 
 DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -186,14 +188,12 @@ def read_native_config(
     family = FAMILIES[causal_lm_name(architecture)]
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise NativeUnsupportedError(f"hidden_act is {activation}, supported is silu")
-    try:
-        rope = read_rope(raw, family.default_theta)
-    except ValueError as error:
-        raise NativeUnsupportedError(str(error)) from error
     length = read_max_model_len(raw.get("max_position_embeddings"), max_model_len)
     num_heads = _require_int(raw, "num_attention_heads")
     hidden_size = _require_int(raw, "hidden_size")
     num_layers = _require_int(raw, "num_hidden_layers")
+    head_dim = raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads
+    rope = _read_rope(raw, family.default_theta, head_dim)
     experts = _read_experts(raw, family, num_layers)
     has_attention_bias = bool(raw.get("attention_bias", False))
     return LlamaConfig(
@@ -204,7 +204,7 @@ def read_native_config(
         num_layers=num_layers,
         num_attention_heads=num_heads,
         num_kv_heads=_read_num_kv_heads(raw, num_heads, family.default_num_kv_heads),
-        head_dim=raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
+        head_dim=head_dim,
         attention_windows=cut_windows(_read_windows(raw, family, num_layers), length),
         rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
         rope=rope,
@@ -237,7 +237,13 @@ def read_facts(
 
 
 def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
-    """Return the windows without those that no sequence outgrows."""
+    """Return the windows without those that no sequence outgrows; raise ModelError for what is no
+    window.
+    """
+    windows = tuple(windows)
+    for window in windows:
+        if window is not None and (not isinstance(window, int) or window <= 0):
+            raise ModelError(f"sliding_window is {window!r}, expected a positive integer or null")
     return tuple(w if w is not None and w < max_model_len else None for w in windows)
 
 
@@ -286,6 +292,17 @@ def _read_quantization(
         raise ModelError(str(error)) from error
 
 
+def _read_rope(raw: Mapping[str, Any], default_theta: float, head_dim: int) -> RopeConfig:
+    try:
+        settings = read_rope_settings(raw, default_theta=default_theta, head_dim=head_dim)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    try:
+        return native_rope(settings)
+    except ValueError as error:
+        raise NativeUnsupportedError(str(error)) from error
+
+
 def _read_experts(raw: Mapping[str, Any], family: _Family, num_layers: int) -> ExpertsConfig | None:
     if family.experts is None:
         return None
@@ -327,13 +344,23 @@ def _read_windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window as transformers reads it from the same fields."""
     window = raw.get("sliding_window", family.default_window)
+    layer_types = raw.get("layer_types")
     if family.window_scope == "always":
+        # transformers takes a Mistral with layers of two kinds for another architecture.
+        if layer_types is not None and window is not None and set(layer_types) != {SLIDING}:
+            raise NativeUnsupportedError(f"layer_types is {layer_types}, supported is {SLIDING}")
         return (window,) * num_layers
-    if family.window_scope == "never" or not raw.get("use_sliding_window", False):
+    if family.window_scope == "never":
         return (None,) * num_layers
+    if not raw.get("use_sliding_window", False):
+        window = None
     if family.window_scope == "used":
         return (window,) * num_layers
-    if (layer_types := raw.get("layer_types")) is not None:
+    if layer_types is not None:
+        if window is None and SLIDING in layer_types:
+            raise ModelError(
+                f"layer_types has {SLIDING}, but use_sliding_window or sliding_window is not set"
+            )
         return windows_of_types(layer_types, window, num_layers)
     first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
     return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -348,7 +375,7 @@ def windows_of_types(
         raise ModelError(f"layer_types has {', '.join(other)}, supported are {supported}")
     if len(layer_types) != num_layers:
         raise ModelError(f"layer_types names {len(layer_types)} layers, the model has {num_layers}")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
 
 
 def _read_dtype(raw: Mapping[str, Any], requested: str) -> torch.dtype:

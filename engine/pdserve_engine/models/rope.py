@@ -3,11 +3,37 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 ROPE_TYPES = ("default", "linear", "llama3")
+THETA, ROTARY_SHARE = "rope_theta", "partial_rotary_factor"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# What may stand beside the settings instead of among them.
+_BESIDE = (THETA, ROTARY_SHARE, ORIGINAL_LENGTH)
+
+
+class _Fields(NamedTuple):
+    """Numbers that a type is computed from; those in `optional` may be missing or null."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+# Of the types that transformers computes from fields of the same names in all models.
+_FIELDS: Mapping[str, _Fields] = {
+    "default": _Fields(),
+    "proportional": _Fields(optional=("factor",)),
+    "linear": _Fields(("factor",)),
+    "dynamic": _Fields(("factor",)),
+    "yarn": _Fields(
+        (ORIGINAL_LENGTH,),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": _Fields((ORIGINAL_LENGTH,), ("factor", "attention_factor")),
+    "llama3": _Fields(("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,42 +48,119 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+class RopeSettings(NamedTuple):
+    """What a `config.json` says, wherever it says it, as one of the dicts of transformers 5."""
 
-    Raise ValueError that names what is not supported.
+    # `rope_parameters` or `rope_scaling`.
+    field: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def rope_type(self) -> Any:
+        return self.parameters["rope_type"]
+
+
+def read_rope_settings(
+    raw: Mapping[str, Any], *, default_theta: float, head_dim: int
+) -> RopeSettings:
+    """Read `rope_parameters` (transformers 5), `rope_scaling` (before) and what stands beside them.
+    Where two of them say the same, the one wins that wins in transformers.
+
+    Raise ValueError for settings that nothing can run; the message names field and value.
     """
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError(f"{field} differs by layer type ({', '.join(parameters)}), not supported")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"{field}.rope_type is {rope_type}, supported are {', '.join(ROPE_TYPES)}")
-    rotary_share = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if rotary_share != 1.0:
-        raise ValueError(f"partial_rotary_factor is {rotary_share}, supported is 1.0")
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or default_theta)
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
-    factor = float(_require(parameters, field, "factor"))
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=factor)
-    original = "original_max_position_embeddings"
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    stated = raw.get(field) or {}
+    if not isinstance(stated, dict):
+        raise ValueError(f"{field} is {stated!r}, expected an object")
+    if any(isinstance(value, dict) for value in stated.values()):
+        raise ValueError(f"{field} differs by layer type ({', '.join(stated)}), not supported")
+    parameters: dict[str, Any] = {
+        "rope_type": stated.get("type", "default"),
+        THETA: raw.get(THETA, default_theta),
+    }
+    if raw.get(ROTARY_SHARE) is not None:
+        parameters[ROTARY_SHARE] = raw[ROTARY_SHARE]
+    if "max_position_embeddings" in raw:
+        parameters[ORIGINAL_LENGTH] = raw["max_position_embeddings"]
+    parameters |= stated
+    settings = RopeSettings(field, parameters)
+    check_rope(settings, head_dim)
+    if ORIGINAL_LENGTH in raw:
+        # Wins in transformers, which checks the other one all the same.
+        parameters[ORIGINAL_LENGTH] = raw[ORIGINAL_LENGTH]
+        check_rope(settings, head_dim)
+    share = parameters.get(ROTARY_SHARE, 1.0)
+    # Of a type without scaling, transformers rotates whole heads whatever the share.
+    if settings.rope_type != "default" and share != 1.0:
+        raise ValueError(
+            f"{ROTARY_SHARE} is {share}, supported is 1.0 with the rope_type {settings.rope_type}"
+        )
+    return settings
+
+
+def check_rope(settings: RopeSettings, head_dim: int) -> None:
+    """Raise ValueError for values that angles cannot be computed from."""
+    parameters = settings.parameters
+    # Code of models may know other types, which it checks by itself.
+    fields = _FIELDS.get(settings.rope_type, _Fields())
+    for name in (THETA, *fields.required):
+        if name not in parameters:
+            needs = f"the rope_type {settings.rope_type} needs it"
+            raise ValueError(f"{_label(settings, name)} is missing, {needs}")
+        _check_number(settings, name)
+    for name in (ROTARY_SHARE, *fields.optional):
+        if parameters.get(name) is not None or (name == ROTARY_SHARE and name in parameters):
+            _check_number(settings, name)
+    if settings.rope_type == "longrope":
+        num_angles = int(head_dim * parameters.get(ROTARY_SHARE, 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            _check_factors(settings, name, num_angles)
+
+
+def _check_number(settings: RopeSettings, name: str) -> None:
+    value = settings.parameters[name]
+    # Logarithms of both are divided by.
+    lowest = 1 if name in (THETA, ORIGINAL_LENGTH) else 0
+    if name == ORIGINAL_LENGTH and not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}, expected an integer above {lowest}")
+    if not _is_number(value) or not lowest < value < math.inf:
+        raise ValueError(f"{_label(settings, name)} is {value!r}, expected a number above {lowest}")
+
+
+def _check_factors(settings: RopeSettings, name: str, num_angles: int) -> None:
+    value = settings.parameters.get(name)
+    if (
+        not isinstance(value, list)
+        or len(value) != num_angles
+        or not all(_is_number(factor) and 0 < factor < math.inf for factor in value)
+    ):
+        raise ValueError(
+            f"{_label(settings, name)} is {value!r}, expected {num_angles} numbers above 0"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _label(settings: RopeSettings, name: str) -> str:
+    return name if name in _BESIDE else f"{settings.field}.{name}"
+
+
+def native_rope(settings: RopeSettings) -> RopeConfig:
+    """Return what our own code computes; raise ValueError that names what it has not."""
+    field, parameters = settings.field, settings.parameters
+    if settings.rope_type not in ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
+        raise ValueError(f"{field}.rope_type is {settings.rope_type}, supported are {supported}")
+    if (share := parameters.get(ROTARY_SHARE, 1.0)) != 1.0:
+        raise ValueError(f"{ROTARY_SHARE} is {share}, supported is 1.0")
+    names = _FIELDS[settings.rope_type].required
     return RopeConfig(
-        rope_type="llama3",
-        theta=theta,
-        factor=factor,
-        low_freq_factor=float(_require(parameters, field, "low_freq_factor")),
-        high_freq_factor=float(_require(parameters, field, "high_freq_factor")),
-        original_max_position_embeddings=int(_require(parameters, field, original)),
+        rope_type=settings.rope_type,
+        theta=float(parameters[THETA]),
+        **{name: parameters[name] for name in names},
     )
-
-
-def _require(parameters: Mapping[str, Any], field: str, name: str) -> Any:
-    if name not in parameters:
-        raise ValueError(f"{field}.{name} is missing, the rope_type in {dict(parameters)} needs it")
-    return parameters[name]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -130,6 +130,7 @@ def test_float16_is_served_as_bfloat16_with_a_warning(
         ({"architectures": ["MistralForCausalLM"]}, (100,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
         ({"architectures": ["Qwen2ForCausalLM"]}, (None,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 0}, (None,) * 4),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -229,6 +230,40 @@ def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., P
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {}}}, "differs by layer type"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window is 0, expected a positive integer or null",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": "64"},
+            "sliding_window is '64', expected a positive integer or null",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": -1,
+                "max_window_layers": 3,
+            },
+            "sliding_window is -1, expected a positive integer or null",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": 0}
+            | {"pad_token_id": 0},
+            "sliding_window is 0, expected a positive integer or null",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32},
+            "layer_types has sliding_attention, but use_sliding_window or sliding_window is not",
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "layer_types": ["full_attention"] * 32,
+            },
+            "layer_types is .*full_attention.*, supported is sliding_attention",
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],

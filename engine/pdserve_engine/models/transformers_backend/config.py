@@ -17,6 +17,7 @@ from pdserve_engine.models.config import (
     read_max_model_len,
     windows_of_types,
 )
+from pdserve_engine.models.rope import ORIGINAL_LENGTH, RopeSettings, check_rope
 
 
 def read_transformers_config(
@@ -36,7 +37,8 @@ def read_transformers_config(
     num_heads = _require_int(hf_config, "num_attention_heads")
     hidden_size = _require_int(hf_config, "hidden_size")
     length = read_max_model_len(getattr(hf_config, "max_position_embeddings", None), max_model_len)
-    _refuse_switching_rope(hf_config, length)
+    head_dim = getattr(hf_config, "head_dim", None) or hidden_size // num_heads
+    _check_rope(hf_config, head_dim, length)
     return ModelConfig(
         architecture=model_class.__name__,
         vocab_size=_require_int(hf_config, "vocab_size"),
@@ -44,7 +46,7 @@ def read_transformers_config(
         num_layers=num_layers,
         num_attention_heads=num_heads,
         num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(hf_config, "head_dim", None) or hidden_size // num_heads,
+        head_dim=head_dim,
         attention_windows=cut_windows(_windows(hf_config, num_layers), length),
         max_model_len=length,
         **facts,
@@ -93,16 +95,30 @@ def refuse_unsupported(hf_config: PreTrainedConfig, model_class: type[PreTrained
         raise ModelError(f"{name} shares KV between layers (num_kv_shared_layers), not supported")
 
 
-def _refuse_switching_rope(hf_config: PreTrainedConfig, max_model_len: int) -> None:
-    """longrope gives all tokens of a step other angles as soon as one request is long."""
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in by_layer_type or [parameters]:
-        length = rope.get("original_max_position_embeddings") or 0
-        if rope.get("rope_type") == "longrope" and max_model_len > length:
+def _check_rope(hf_config: PreTrainedConfig, head_dim: int, max_model_len: int) -> None:
+    """Raise ModelError for settings that angles cannot be computed from, or that give all tokens
+    of a step other angles as soon as one request is long, as longrope does.
+    """
+    if not getattr(hf_config, "rope_parameters", None):
+        return
+    # Models' code does it before it computes: original_max_position_embeddings of the config wins.
+    hf_config.standardize_rope_params()
+    parameters: dict[str, Any] = hf_config.rope_parameters
+    by_layer_type = {
+        f"rope_parameters.{name}": value
+        for name, value in parameters.items()
+        if isinstance(value, dict)
+    }
+    for field, rope in (by_layer_type or {"rope_parameters": parameters}).items():
+        settings = RopeSettings(field, rope)
+        try:
+            check_rope(settings, head_dim)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+        if settings.rope_type == "longrope" and max_model_len > rope[ORIGINAL_LENGTH]:
             raise ModelError(
-                "rope_parameters.rope_type is longrope, supported up to a max_model_len of"
-                f" {length}"
+                f"{field}.rope_type is longrope, supported up to a max_model_len of"
+                f" {rope[ORIGINAL_LENGTH]}"
             )
 
 
