@@ -169,7 +169,7 @@ def runner_of(kind: str, cache: KVCache, batch: int, parts: Parts) -> ModelRunne
 
 def _make_cuda_runner(cache: KVCache, sizes: dict[str, int], parts: Parts) -> ModelRunner:
     """Return the runner with graphs and events that do nothing; all its steps bring tokens 7."""
-    from pdserve_engine.runner.run.cuda_graphs import RecordedDraw, StepKind
+    from pdserve_engine.runner.run.graph_buffers import RecordedDraw, StepKind
     from pdserve_engine.runner.sample.device_sampler import Drawn
 
     class Nothing:

@@ -130,7 +130,7 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
     """Median of making and posting a READ of `count` blocks, so small that their bytes cost
     nothing: over shared memory a READ is copied while it is posted.
     """
-    from pdserve_engine.kv_transfer.transport.nixl import NixlAgent
+    from pdserve_engine.kv_transfer.transport.nixl_agent import NixlAgent
 
     small = SimpleNamespace(
         tensor=d.pool.tensor,

@@ -37,7 +37,7 @@ class Bare:
     """NIXL without anything of ours: one descriptor, polled without a pause."""
 
     def __init__(self, name: str, pool: KVCache) -> None:
-        from pdserve_engine.kv_transfer.transport.nixl import _api
+        from pdserve_engine.kv_transfer.transport.nixl_agent import _api
 
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = _api.nixl_agent(name, config)

@@ -144,7 +144,7 @@ AREAS = {
     "lora": Area(
         (
             f"{ENGINE}/lora/*.py",
-            f"{ENGINE}/core/features/adapters.py",
+            f"{ENGINE}/core/features/adapter_pool.py",
             f"{ENGINE}/runner/run/adapter*.py",
         ),
         ("engine/lora/test_*.py",),

@@ -18,7 +18,7 @@ from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.executor import Executor, LoadedModel
-from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.adapter_pool import AdapterPool
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.description import describe
 from pdserve_engine.executor.multiproc import MultiprocExecutor

@@ -16,7 +16,7 @@ import pdserve_common.rpc.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.model_files.model_folder import find_model
 from pdserve_common.observability.logging import setup_logging
-from pdserve_router.api.edge.no_torch import hide_torch
+from pdserve_router.api.large_requests.no_torch import hide_torch
 from pdserve_router.config import RouterConfig
 from pdserve_router.processes import run_processes
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _run(config: RouterConfig) -> None:
-    from pdserve_router.api.edge.processes import EdgeSettings, fork_template
+    from pdserve_router.api.large_requests.processes import EdgeSettings, fork_template
     from pdserve_router.server import serve
 
     template = fork_template(EdgeSettings.from_config(config))

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from pdserve_common.limits.receive_guard import ReceiveGuard
 from pdserve_common.limits.receive_slots import ReceiveLimits, ReceiveSlots
-from pdserve_common.metrics.server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.metrics.port import MAX_METRICS_CONNECTIONS, MetricsServer
 from pdserve_common.metrics.services import BuildMetrics, LimitMetrics, RouterMetrics
 from pdserve_common.observability import defects
 from pdserve_common.observability.tracing_config import open_tracing
@@ -26,7 +26,6 @@ from pdserve_common.runtime import Runtime
 from pdserve_common.tokens.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
-from pdserve_router.api.edge.processes import EdgeProcesses, EdgeSettings
 from pdserve_router.api.grpc.request_log import GrpcRequestLog
 from pdserve_router.api.grpc.service import SERVICE_NAME, InferenceService
 from pdserve_router.api.http.app import build_app
@@ -36,6 +35,7 @@ from pdserve_router.api.http.connections import NUM_REFUSING, ConnectionLimits, 
 from pdserve_router.api.http.host_guard import HostGuard
 from pdserve_router.api.http.server import HttpServer
 from pdserve_router.api.http.write_queue import WriteQueue
+from pdserve_router.api.large_requests.processes import EdgeProcesses, EdgeSettings
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests.input.input_processor import InputProcessor
 from pdserve_router.requests.input.pictures import RequestPictures

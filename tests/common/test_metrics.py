@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from pdserve_common.limits.names import LIMITS
 from pdserve_common.metrics import services as metrics
-from pdserve_common.metrics.figures import figures_of
 from pdserve_common.metrics.kv_offload import KVOffloadMetrics
-from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.metrics.port import MetricsServer
+from pdserve_common.metrics.stats_fields import figures_of
 from pdserve_common.metrics.tensors import TensorMetrics
 from pdserve_common.metrics.tracing import TracingMetrics
 from pdserve_common.observability import defects

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.limits.names import MADE_ROOM, SLOW_HEADERS
-from pdserve_common.metrics import server as metrics_server
-from pdserve_common.metrics.server import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.metrics import port as metrics_server
+from pdserve_common.metrics.port import MAX_METRICS_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.metrics.port import MetricsServer
 from pdserve_common.rpc import channels as rpc
 from pdserve_common.rpc.channels import LIVENESS_SERVICE, RpcServer, end_call
 from support.waiting import until

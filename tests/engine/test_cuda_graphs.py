@@ -251,7 +251,7 @@ def test_a_chunk_of_many_blocks_of_queries_is_computed_whole(
     num_tokens: int,
 ) -> None:
     """In a graph that has room for more requests: programs search for theirs among all of these."""
-    from pdserve_engine.runner.run import cuda_graphs
+    from pdserve_engine.runner.run import graph_buffers as cuda_graphs
 
     monkeypatch.setattr(cuda_graphs, "CHUNK_TOKENS", (num_places,))
     with interpreted_kernels():

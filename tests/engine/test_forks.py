@@ -7,7 +7,7 @@ import pytest
 from pdserve_common.types.engine import FinishReason
 from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
-from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.adapter_pool import AdapterPool
 from support.scripted_engine import (
     BLOCK_SIZE,
     ON_D,

@@ -19,7 +19,7 @@ from pdserve_common.types.kv import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.transport import nixl_reads as reads
 from pdserve_engine.kv_transfer.transport import nixl_transport
-from pdserve_engine.kv_transfer.transport.nixl import (
+from pdserve_engine.kv_transfer.transport.nixl_agent import (
     MAX_LEFT_OPEN,
     NixlAgent,
     RemoteDisconnectError,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_engine.kv_transfer.transport.nixl import MAX_LEFT_OPEN
+from pdserve_engine.kv_transfer.transport.nixl_agent import MAX_LEFT_OPEN
 from support.network import Network, missing_for_partitions
 from support.transport_worker import TransportWorker
 from support.waiting import wait_until

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and
 from fake_model import make_model_dir
 
 from pdserve_common.types.engine import WorkerRole
-from pdserve_router.api.edge import processes as edge_processes
 from pdserve_router.api.http.body import BODY_TIMEOUT_S
+from pdserve_router.api.large_requests import processes as edge_processes
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import CLOSE_GRACE_S, RouterServer
 from pdserve_router.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from pdserve_common.errors import (
 from pdserve_common.metrics.services import RouterMetrics
 from pdserve_common.processes import child
 from pdserve_common.processes.child import spawn as spawn_anew
-from pdserve_router.api.edge import processes as edge_processes
-from pdserve_router.api.edge.processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
+from pdserve_router.api.large_requests import processes as edge_processes
+from pdserve_router.api.large_requests.processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
 from pdserve_router.requests.input.input_processor import InputProcessor
 from support.waiting import until
 
@@ -82,7 +82,7 @@ def templates() -> list[psutil.Process]:
     return [
         child
         for child in children
-        if child.cmdline()[1:3] == ["-m", "pdserve_router.api.edge.child"]
+        if child.cmdline()[1:3] == ["-m", "pdserve_router.api.large_requests.child"]
     ]
 
 
@@ -246,7 +246,7 @@ import asyncio, sys
 import edge_jobs
 from prometheus_client import CollectorRegistry
 from pdserve_common.metrics.services import RouterMetrics
-from pdserve_router.api.edge.processes import EdgeProcesses, EdgeSettings, fork_template
+from pdserve_router.api.large_requests.processes import EdgeProcesses, EdgeSettings, fork_template
 
 settings = EdgeSettings(
     model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",

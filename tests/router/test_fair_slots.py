@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pdserve_router.api.edge.fair_slots import FairSlots
+from pdserve_router.api.large_requests.fair_slots import FairSlots
 from support.waiting import until
 
 

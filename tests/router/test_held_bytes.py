@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve_common.errors import OverloadedError
-from pdserve_router.api.edge.held_bytes import HeldBytes
+from pdserve_router.api.large_requests.held_bytes import HeldBytes
 
 
 def test_a_client_and_all_clients_have_limits_of_their_own() -> None:

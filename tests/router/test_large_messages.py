@@ -13,7 +13,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.api.edge import processes as edge_processes
+from pdserve_router.api.large_requests import processes as edge_processes
 from pdserve_router.requests.input.input_processor import InputProcessor
 from pdserve_router.requests.input.request_limits import (
     INLINE_BYTES,

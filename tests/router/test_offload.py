@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from pdserve_router.api.http.offload import INLINE_POSITIONS, write_off_loop
+from pdserve_router.api.http.large_answers import INLINE_POSITIONS, write_off_loop
 from pdserve_router.requests.output.outputs import CompletionOutput, RequestOutput
 from support.fake_worker import logprobs_of
 

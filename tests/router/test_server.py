@@ -209,7 +209,7 @@ async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
 
 
 async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
-    from pdserve_common.metrics.server import MetricsServer
+    from pdserve_common.metrics.port import MetricsServer
 
     monkeypatch.setattr("pdserve_router.server.MetricsServer", MetricsServer)
     config = RouterConfig(

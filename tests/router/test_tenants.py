@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.types.engine import ErrorCode
-from pdserve_router.api.edge.processes import EdgeSettings
+from pdserve_router.api.large_requests.processes import EdgeSettings
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests.input import input_processor
 from pdserve_router.requests.input.generation_request import GenerationRequest

@@ -44,13 +44,13 @@ WORKER_MODULES = (
 ROUTER_MODULES = (
     "pdserve_router.__main__",
     "pdserve_router.server",
-    "pdserve_router.api.edge.child",
+    "pdserve_router.api.large_requests.child",
 )
 # Of processes that services start.
 CHILDREN = {
     "pdserve_engine.clients": WORKER_MODULES,
     "pdserve_engine.executor.rank": WORKER_MODULES,
-    "pdserve_router.api.edge.child": ROUTER_MODULES,
+    "pdserve_router.api.large_requests.child": ROUTER_MODULES,
 }
 PID = struct.Struct("!q")
 MAX_JOB_BYTES = 1 << 17
@@ -249,7 +249,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     modules = tuple(sys.argv[2:])
     if modules == ROUTER_MODULES:
-        from pdserve_router.api.edge.no_torch import hide_torch
+        from pdserve_router.api.large_requests.no_torch import hide_torch
 
         hide_torch()
     for module in modules:

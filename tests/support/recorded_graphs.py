@@ -48,7 +48,8 @@ class RecordedGraph:
 
 def have_few_graphs(patch: pytest.MonkeyPatch, *batch_sizes: int) -> None:
     """Of decodes only these sizes, and one of chunks."""
-    from pdserve_engine.runner.run import cuda_graphs, cuda_stepper
+    from pdserve_engine.runner.run import cuda_stepper
+    from pdserve_engine.runner.run import graph_buffers as cuda_graphs
 
     def few(max_num_seqs: int) -> list[tuple[int, int]]:
         sizes = cuda_graphs.graph_sizes(max_num_seqs)

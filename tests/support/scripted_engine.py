@@ -22,7 +22,7 @@ from pdserve_common.types.kv import KVCacheEvents
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.adapter_pool import AdapterPool
 from pdserve_engine.core.features.waiting_for_fsm import CompileGrammar
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor

@@ -17,7 +17,7 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.config import warn_of_unknown_variables
 from pdserve_common.errors import PdserveError
 from pdserve_common.limits.receive_guard import ReceiveGuard
-from pdserve_common.metrics.server import MetricsServer
+from pdserve_common.metrics.port import MetricsServer
 from pdserve_common.metrics.services import BuildMetrics, LimitMetrics
 from pdserve_common.metrics.tensors import TensorMetrics
 from pdserve_common.observability import defects

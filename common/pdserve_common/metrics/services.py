@@ -1,4 +1,6 @@
-"""Every metric pdserve exports, declared once, with its buckets taken from a named family.
+"""The metrics of routers, workers and engines, each declared once, with its buckets taken from a
+named family. Those of one feature are in the modules beside this one, those of stats with their
+fields in types/engine.py.
 
 Each process builds the groups of its role on its own registry. Labels are bounded; request ids
 never are labels.
@@ -20,11 +22,11 @@ from pdserve_common.metrics.buckets import (
     TTFT_BUCKETS,
 )
 from pdserve_common.metrics.drafts import DraftMetrics
-from pdserve_common.metrics.figures import figures_of
 from pdserve_common.metrics.lora import RouterLoraMetrics
 from pdserve_common.metrics.pooling import PoolingMetrics
 from pdserve_common.metrics.prefix_index import PrefixIndexMetrics
 from pdserve_common.metrics.quotas import QuotaMetrics
+from pdserve_common.metrics.stats_fields import figures_of
 from pdserve_common.metrics.tensors import PictureMetrics
 from pdserve_common.types.engine import FinishReason, SchedulerStats
 

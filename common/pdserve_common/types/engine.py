@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from pdserve_common.metrics import figures
+from pdserve_common.metrics import stats_fields
 from pdserve_common.metrics.buckets import BATCH_BUCKETS, STAGE_BUCKETS
 from pdserve_common.types.lora import LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_common.types.pooling_params import GENERATE, PoolingParams
@@ -381,24 +381,24 @@ _KV_USAGE = "Held KV blocks / all KV blocks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """The engine's load after a step. Figures say which metric shows them (`figures.py`)."""
+    """The engine's load after a step. Figures say which metric shows them (`stats_fields.py`)."""
 
     # Slots in the batch.
     num_slots: int = 0
-    num_running_reqs: int = figures.gauge("pdserve_requests_running", "Requests in the batch")
-    num_waiting_reqs: int = figures.gauge(
+    num_running_reqs: int = stats_fields.gauge("pdserve_requests_running", "Requests in the batch")
+    num_waiting_reqs: int = stats_fields.gauge(
         "pdserve_requests_waiting", "Requests not in the batch yet"
     )
     # On prefill because decode is full, on decode itself all but those that wait for prefill.
-    num_waiting_for_decode_reqs: int = figures.gauge(
+    num_waiting_for_decode_reqs: int = stats_fields.gauge(
         "pdserve_requests_waiting_for_decode",
         "Of the waiting requests, those that wait for room or a slot on a decode worker",
     )
-    num_waiting_for_fsm_reqs: int = figures.gauge(
+    num_waiting_for_fsm_reqs: int = stats_fields.gauge(
         "pdserve_requests_waiting_for_fsm",
         "Of the waiting requests, those that wait for their grammar alone (WAITING_FOR_FSM)",
     )
-    num_waiting_tokens: int = figures.gauge(
+    num_waiting_tokens: int = stats_fields.gauge(
         "pdserve_waiting_tokens",
         "Tokens of waiting requests to be computed, without those that were cached when they came, "
         "and without requests that wait for another worker",
@@ -406,37 +406,37 @@ class SchedulerStats:
     num_total_blocks: int = 0
     num_free_blocks: int = 0
     # The free blocks with content that a prompt with the same beginning can take back.
-    num_cached_blocks: int = figures.gauge("pdserve_kv_blocks", _KV_BLOCKS, state="cached")
+    num_cached_blocks: int = stats_fields.gauge("pdserve_kv_blocks", _KV_BLOCKS, state="cached")
     num_open_kv_sessions: int = 0
-    prefix_cache_queries: int = figures.counter(
+    prefix_cache_queries: int = stats_fields.counter(
         "pdserve_prefix_cache_queries_total", "Prompt tokens looked up"
     )
-    prefix_cache_hits: int = figures.counter(
+    prefix_cache_hits: int = stats_fields.counter(
         "pdserve_prefix_cache_hits_total", "Prompt tokens found"
     )
-    num_preemptions: int = figures.counter(
+    num_preemptions: int = stats_fields.counter(
         "pdserve_preemptions_total", "Running requests that lost their blocks"
     )
-    num_late_masks: int = figures.counter(
+    num_late_masks: int = stats_fields.counter(
         "pdserve_late_grammar_masks_total",
         "Rows left out of a step because their grammar had not said what may come next",
     )
-    num_loras: int = figures.gauge("pdserve_loras", "LoRA adapters in memory")
-    num_lora_loads: int = figures.counter("pdserve_lora_loads_total", "LoRA adapters loaded")
-    num_lora_evictions: int = figures.counter(
+    num_loras: int = stats_fields.gauge("pdserve_loras", "LoRA adapters in memory")
+    num_lora_loads: int = stats_fields.counter("pdserve_lora_loads_total", "LoRA adapters loaded")
+    num_lora_evictions: int = stats_fields.counter(
         "pdserve_lora_evictions_total", "LoRA adapters unloaded to make room for others"
     )
-    num_lora_steps: int = figures.counter(
+    num_lora_steps: int = stats_fields.counter(
         "pdserve_lora_steps_total", "Steps in which some request had a LoRA adapter"
     )
     # In the KV group where they are most.
-    num_common_prefix_blocks: int = figures.gauge(
+    num_common_prefix_blocks: int = stats_fields.gauge(
         "pdserve_common_prefix_blocks", "Leading KV blocks that all running requests share"
     )
-    step_num_tokens: int = figures.histogram(
+    step_num_tokens: int = stats_fields.histogram(
         "pdserve_engine_step_tokens", "Tokens computed in a step", buckets=BATCH_BUCKETS
     )
-    step_duration_s: float = figures.histogram(
+    step_duration_s: float = stats_fields.histogram(
         "pdserve_engine_step_duration_seconds",
         "The model's part of a step: forward pass and sampling",
         buckets=STAGE_BUCKETS,
@@ -444,12 +444,12 @@ class SchedulerStats:
 
     # These come from properties.
     DERIVED = (
-        ("num_used_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "used")),
-        ("num_unused_slots", figures.Figure("gauge", "pdserve_slots", _SLOTS, "free")),
-        ("slot_usage", figures.Figure("gauge", "pdserve_slot_usage_ratio", _SLOT_USAGE)),
-        ("num_used_blocks", figures.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "used")),
-        ("num_empty_blocks", figures.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "free")),
-        ("kv_cache_usage", figures.Figure("gauge", "pdserve_kv_cache_usage_ratio", _KV_USAGE)),
+        ("num_used_slots", stats_fields.Figure("gauge", "pdserve_slots", _SLOTS, "used")),
+        ("num_unused_slots", stats_fields.Figure("gauge", "pdserve_slots", _SLOTS, "free")),
+        ("slot_usage", stats_fields.Figure("gauge", "pdserve_slot_usage_ratio", _SLOT_USAGE)),
+        ("num_used_blocks", stats_fields.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "used")),
+        ("num_empty_blocks", stats_fields.Figure("gauge", "pdserve_kv_blocks", _KV_BLOCKS, "free")),
+        ("kv_cache_usage", stats_fields.Figure("gauge", "pdserve_kv_cache_usage_ratio", _KV_USAGE)),
     )
 
     @property

@@ -20,7 +20,7 @@ from functools import partial
 
 from pdserve_common.types.engine import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.adapter_pool import AdapterPool
 from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.features.forks import Forks
 from pdserve_engine.core.features.waiting_for_fsm import WaitingForFSM

@@ -1,8 +1,8 @@
-"""Decides each step which requests compute how many tokens: vLLM V1's scheduler, a token budget.
+"""vLLM V1's scheduler, as an engine calls it: requests come in, steps go out, results come back.
 
-Owned by the engine thread. `Scheduler` is what an engine calls; it has the requests in `Places`,
-plans steps with `Planner`, keeps them in `InFlight`, and applies what comes with `Results` and
-`KVEvents`.
+Owned by the engine thread. It has the requests in `RequestContainers`, plans steps with `Planner`
+(step_planner.py decides which requests compute how many tokens), keeps them in `InFlight`, and
+applies what comes with `Results` and `KVEvents`.
 
 Steps may be planned before the ones before them have finished (async scheduling). While a step is
 in flight its blocks are nobody else's: requests that end give them up when the step is over, and
@@ -30,7 +30,7 @@ from pdserve_common.types.engine import (
 from pdserve_common.types.tensors import TensorNotHeldError
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.admission import Admission
-from pdserve_engine.core.features.adapters import AdapterPool
+from pdserve_engine.core.features.adapter_pool import AdapterPool
 from pdserve_engine.core.features.draft_prefills import DraftPrefills
 from pdserve_engine.core.features.drafts import Drafts
 from pdserve_engine.core.features.encoder_cache_manager import (

@@ -3,7 +3,7 @@
 from pdserve_engine.config import Speculation
 from pdserve_engine.spec_decode.cached_requests import CachedRequestProposer
 from pdserve_engine.spec_decode.composite import CompositeProposer
-from pdserve_engine.spec_decode.draft_model import DraftModelProposer
+from pdserve_engine.spec_decode.draft_model_proposer import DraftModelProposer
 from pdserve_engine.spec_decode.proposer import Proposer
 from pdserve_engine.spec_decode.suffix import SuffixProposer
 

@@ -9,7 +9,7 @@ import pytest
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.types.lora import LoRARequest
 from pdserve_engine.core.executor import PackedAdapter
-from pdserve_engine.core.features.adapters import NAMES_PER_ADAPTER, AdapterPool
+from pdserve_engine.core.features.adapter_pool import NAMES_PER_ADAPTER, AdapterPool
 from pdserve_engine.request.request import Request
 from support.clock import Clock
 from support.requests import held_request

@@ -10,7 +10,7 @@ from typing import Any
 
 from pdserve_common.observability import defects
 from pdserve_engine.kv_transfer.base import ReadDone, ReadResult
-from pdserve_engine.kv_transfer.transport.nixl import (
+from pdserve_engine.kv_transfer.transport.nixl_agent import (
     NIXL_ERRORS,
     BlockDescriptors,
     BlockIds,

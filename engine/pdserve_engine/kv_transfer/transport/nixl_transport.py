@@ -24,7 +24,7 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.observability import defects
 from pdserve_common.types.kv import KVRankEndpoint
 from pdserve_engine.kv_transfer.base import PoolTransport, ReadDone, check_block_ids
-from pdserve_engine.kv_transfer.transport.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
+from pdserve_engine.kv_transfer.transport.nixl_agent import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
 from pdserve_engine.kv_transfer.transport.nixl_reads import NixlRead, Pace, Peer, Reads
 from pdserve_engine.kv_transfer.transport.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.transport.rdma import has_rdma_device

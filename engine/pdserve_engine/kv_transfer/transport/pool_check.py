@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pdserve_engine.kv.memory import wait_for_stream
-from pdserve_engine.kv_transfer.transport.nixl import NixlAgent
+from pdserve_engine.kv_transfer.transport.nixl_agent import NixlAgent
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache

@@ -19,14 +19,14 @@ from tqdm import tqdm
 from pdserve_engine.models.base import ForwardInputs, Model, StepAdapters
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from pdserve_engine.runner.run.adapter_slots import AdapterSlots
-from pdserve_engine.runner.run.cuda_graphs import (
+from pdserve_engine.runner.run.encoder_cache import StepEmbeds
+from pdserve_engine.runner.run.graph_buffers import (
     RecordedDraw,
     StepGraph,
     StepKind,
     StepSizes,
     graph_sizes,
 )
-from pdserve_engine.runner.run.encoder_cache import StepEmbeds
 from pdserve_engine.runner.run.launched import LaunchedStep
 from pdserve_engine.runner.run.step_arrays import StepArrays
 from pdserve_engine.runner.run.step_inputs import StepInputs

@@ -24,12 +24,12 @@ from pdserve_common.limits.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_I
 from pdserve_common.rpc.channels import status_of
 from pdserve_common.types.engine import FinishReason, Generate
 from pdserve_common.types.sampling_params import SamplingParams
-from pdserve_router.api.edge.processes import EdgeProcesses, Job
 from pdserve_router.api.grpc.chat import add_parts, chat_messages, chat_tools, check_chat
 from pdserve_router.api.grpc.pool import pool_response, pooling_input
-from pdserve_router.api.http.offload import write_off_loop
+from pdserve_router.api.http.large_answers import write_off_loop
 from pdserve_router.api.http.stall_guard import StallGuard
 from pdserve_router.api.http.write_queue import WriteQueue
+from pdserve_router.api.large_requests.processes import EdgeProcesses, Job
 from pdserve_router.requests.input.generation_request import GenerationRequest, trace_context
 from pdserve_router.requests.input.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.input.request_limits import (

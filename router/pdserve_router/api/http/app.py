@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdserve_common.errors import ModelNotFoundError, PdserveError
 from pdserve_common.version import VERSION
 from pdserve_router.api.api_keys import OPEN_PATHS
-from pdserve_router.api.edge.processes import EdgeProcesses, Job
 from pdserve_router.api.http import chat_page
 from pdserve_router.api.http.connections import connection_of
 from pdserve_router.api.http.lora_endpoints import LoraEndpoints
 from pdserve_router.api.http.openapi import docs_page, openapi
 from pdserve_router.api.http.page_headers import page_headers
 from pdserve_router.api.http.write_queue import WriteQueue
+from pdserve_router.api.large_requests.processes import EdgeProcesses, Job
 from pdserve_router.api.openai.endpoints import GenerationEndpoint, JobEndpoint
 from pdserve_router.api.openai.fields import UnknownFields
 from pdserve_router.api.openai.format import (

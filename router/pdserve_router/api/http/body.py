@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from pdserve_common.errors import RequestAbortedError
-from pdserve_router.api.edge.held_bytes import Held
+from pdserve_router.api.large_requests.held_bytes import Held
 from pdserve_router.api.openai.format import BodyTooLargeError
 from pdserve_router.requests.input.request_limits import INLINE_BYTES
 from pdserve_router.router import Router

@@ -10,8 +10,8 @@ from starlette.routing import BaseRoute, Route
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.types.lora import LoRARequest
-from pdserve_router.api.edge.processes import EdgeProcesses
 from pdserve_router.api.http.body import address_of, read_in_time
+from pdserve_router.api.large_requests.processes import EdgeProcesses
 from pdserve_router.api.openai.fields import UnknownFields, UnknownNames
 from pdserve_router.api.openai.model import CONFIG, Int
 from pdserve_router.api.openai.parse import json_object, validate

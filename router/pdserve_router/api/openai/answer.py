@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from pdserve_common.errors import PdserveError, error_from_engine
-from pdserve_router.api.http.offload import write_all_off_loop, write_off_loop
+from pdserve_router.api.http.large_answers import write_all_off_loop, write_off_loop
 from pdserve_router.api.http.stall_guard import StallGuard
 from pdserve_router.api.merged_outputs import MergedOutputs
 from pdserve_router.api.openai.format import EchoedPrompt

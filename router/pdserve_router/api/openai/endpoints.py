@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 from pdserve_common.errors import ClientTooSlowError, RequestAbortedError
 from pdserve_common.limits.validation import validate_request_id
 from pdserve_common.types.engine import FinishReason
-from pdserve_router.api.edge.processes import EdgeProcesses, Job
 from pdserve_router.api.http.body import address_of, most_bytes, read_in_time
 from pdserve_router.api.http.connections import connection_of
 from pdserve_router.api.http.stall_guard import StallGuard
 from pdserve_router.api.http.text_writer import TextWriter
 from pdserve_router.api.http.write_queue import WriteQueue
+from pdserve_router.api.large_requests.processes import EdgeProcesses, Job
 from pdserve_router.api.merged_outputs import merged_outputs
 from pdserve_router.api.openai.answer import Answer, AnswerFormat, raise_error
 from pdserve_router.api.openai.fields import UnknownFields

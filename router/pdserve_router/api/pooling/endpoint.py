@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pdserve_common.errors import ClientTooSlowError
-from pdserve_router.api.edge.processes import EdgeProcesses, Job
 from pdserve_router.api.http.body import address_of, read_in_time
 from pdserve_router.api.http.stall_guard import StallGuard
+from pdserve_router.api.large_requests.processes import EdgeProcesses, Job
 from pdserve_router.api.openai.answer import raise_error, send_json
 from pdserve_router.api.openai.endpoints import (
     abort_on_disconnect,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdserve_engine.kv_transfer.transport import nixl_transport
-from pdserve_engine.kv_transfer.transport.nixl import (
+from pdserve_engine.kv_transfer.transport.nixl_agent import (
     BlockDescriptors,
     BlockIds,
     NixlAgent,

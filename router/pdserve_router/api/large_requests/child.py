@@ -1,5 +1,5 @@
 """The process behind EdgeProcesses: a fork of the router at its start, and later, if that is gone,
-`python -m pdserve_router.api.edge.child FD SETTINGS`.
+`python -m pdserve_router.api.large_requests.child FD SETTINGS`.
 
 It loads the tokenizer once and forks a child for each request, so that one costs milliseconds to
 make and takes its memory with it when it ends. It has one thread, and uses no gRPC: a fork is safe.
@@ -26,7 +26,7 @@ from pdserve_common.observability.logging import setup_logging
 from pdserve_common.processes.connection import Connection
 from pdserve_common.processes.frames import FrameCodec
 from pdserve_common.processes.lifecycle import be_child, confine, end_now, fork
-from pdserve_router.api.edge.no_torch import hide_torch
+from pdserve_router.api.large_requests.no_torch import hide_torch
 
 if TYPE_CHECKING:
     from pdserve_router.requests.input.input_processor import InputProcessor

@@ -21,9 +21,9 @@ from pdserve_common.errors import DeadlineExceededError, OverloadedError, Pdserv
 from pdserve_common.metrics.services import RouterMetrics
 from pdserve_common.processes.child import ChildProcess, fork, start
 from pdserve_common.processes.connection import receive_one
-from pdserve_router.api.edge.child import CODEC, READY, be_template
-from pdserve_router.api.edge.fair_slots import FairSlots
-from pdserve_router.api.edge.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
+from pdserve_router.api.large_requests.child import CODEC, READY, be_template
+from pdserve_router.api.large_requests.fair_slots import FairSlots
+from pdserve_router.api.large_requests.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests.input.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.input.request_limits import NotSmallError
@@ -260,7 +260,7 @@ def fork_template(settings: EdgeSettings) -> ChildProcess:
 
 
 def _start_template(settings: EdgeSettings) -> ChildProcess:
-    module, env = "pdserve_router.api.edge.child", {**os.environ, **_ENVIRONMENT}
+    module, env = "pdserve_router.api.large_requests.child", {**os.environ, **_ENVIRONMENT}
     return ChildProcess(_TEMPLATE, *start(module, [settings.to_json()], env=env))
 
 
