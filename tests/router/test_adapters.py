@@ -1,6 +1,7 @@
 """Requests with adapters go to workers that hold them, and names stand for digests."""
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -77,3 +78,27 @@ async def test_a_name_is_what_most_decode_workers_hold() -> None:
     assert limits.adapter("a") == NEW_A
     assert limits.adapter("b") is None
     await stage.pool.close()
+
+
+async def test_the_wait_for_an_adapter_counts_from_the_loss_of_its_last_holder() -> None:
+    stage = ModelledPool(1, 3)
+    pool = stage.pool
+    for worker, adapters in zip(pool.decode, ((A,), (A, B), ()), strict=True):
+        stage.attach(worker, adapters=adapters)
+    origins = {pool.decode[0].origin}
+    for known in ((), origins):
+        for each in (A, B):
+            assert time.monotonic() - pool.last_served_at(known, adapter=each.digest) < 1
+    began = time.monotonic()
+    stage.set(pool.decode[0], WorkerState.DOWN)
+    assert pool.last_served_at((), adapter=A.digest) > began
+    stage.set(pool.decode[1], WorkerState.DOWN)
+    ended = time.monotonic()
+    for known in ((), origins):
+        for each in (A, B):
+            served_at = pool.last_served_at(known, adapter=each.digest)
+            assert began < served_at <= ended
+            assert pool.last_served_at(known, adapter=each.digest) == served_at, "time goes on"
+        assert pool.last_served_at(known) > ended
+    assert pool.last_served_at((), adapter=NEW_A.digest) < began
+    await pool.close()

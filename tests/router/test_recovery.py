@@ -709,6 +709,56 @@ async def test_logprobs_that_only_the_lost_prefill_worker_had_are_computed_again
     assert outputs[-1].metrics.num_redrives == 1
 
 
+async def overtake(running: Running, then) -> None:
+    """Bring P's token and the next one before P does; at the first attempt alone."""
+    if running.request.attempt:
+        await decode(running)
+        return
+    tokens, _ = running.answer()
+    running.emit(*tokens[:2], at=0, num_repeated=1)
+    await asyncio.sleep(0.05)
+    await then(running)
+
+
+async def prefill_when_noticed(stack, running: Running) -> None:
+    if not running.request.attempt:
+        await noticed(stack)
+    await prefill(running)
+
+
+def assert_whole(outputs) -> None:
+    assert text_of(outputs) == ANSWER_TEXT
+    positions = [p for output in outputs for p in output.outputs[0].logprobs.positions]
+    assert len(positions) == outputs[-1].usage.num_output_tokens
+    assert outputs[-1].metrics.num_redrives == 1
+
+
+async def test_tokens_that_waited_for_prefill_do_not_outlive_decode_for_a_sign_of_life(
+    start_stack,
+) -> None:
+    async with start_stack() as stack:
+        stack.prefill.behave = partial(prefill_when_noticed, stack)
+        stack.decode.behave = partial(overtake, then=hang)
+        task = asyncio.create_task(generate(stack, params={"logprobs": 1}))
+        await until(lambda: stack.decode.num_running == 1)
+        await asyncio.sleep(0.1)
+        await stack.decode.stop()
+        await until(lambda: num_delivered(stack) == 2)
+        stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
+        await stack.decode.start()
+        assert_whole(await task)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED], ids=str)
+async def test_decode_may_end_while_its_tokens_wait_for_prefill(four, code) -> None:
+    async def end(running: Running) -> None:
+        running.fail(code, is_retryable=True)
+
+    all_behave(four.prefills, partial(prefill_when_noticed, four))
+    all_behave(four.decodes, partial(overtake, then=end))
+    assert_whole(await generate(four, params={"logprobs": 1}))
+
+
 # ---- requests under which workers die
 
 

@@ -46,7 +46,7 @@ from pdserve_router.workers.clients.worker_client import WorkerClient
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.routing.route_chooser import Route
 from pdserve_router.workers.worker import WorkerState
-from support.fake_worker import MODEL, engine_info
+from support.fake_worker import MODEL, engine_info, logprobs_of
 
 NUM_WALKS = 400
 # Then nothing fails any more, so that a walk comes to an end.
@@ -90,6 +90,8 @@ class Leg(NamedTuple):
     state: LegState
     tokens: tuple[int, ...]
     num_sent: int
+    # Those that came with the request or its KV: only who sampled a token knows how likely it was.
+    num_known: int
 
 
 class Worker:
@@ -141,7 +143,8 @@ class Worker:
     def faults(self) -> Iterator[Step]:
         yield self._die
         if self.leg is not None:
-            yield lambda: self._fail(ErrorCode.DRAINING)
+            for code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED):
+                yield lambda code=code: self._fail(code)
             if self.leg.state is LegState.WAITING:
                 yield self._lose_kv
 
@@ -165,7 +168,7 @@ class Worker:
         if params.do_remote_decode:
             state = LegState.PREFILL
         tokens = request.resume_output_token_ids
-        self.leg = Leg(request, state, tokens, len(tokens))
+        self.leg = Leg(request, state, tokens, len(tokens), len(tokens))
 
     def _prefill(self) -> None:
         assert self.leg is not None
@@ -180,7 +183,7 @@ class Worker:
         assert self.leg is not None
         tokens = self.kv.pop(self.leg.request.attempt)
         # Its first output repeats P's token.
-        self.leg = self.leg._replace(state=LegState.RUNNING, tokens=tokens)
+        self.leg = self.leg._replace(state=LegState.RUNNING, tokens=tokens, num_known=len(tokens))
 
     def _decode(self) -> None:
         assert self.leg is not None
@@ -199,6 +202,8 @@ class Worker:
         self._emit(kv_lost=KVLost(num_confirmed_tokens=2, reason="stall", message="stalled"))
 
     def _fail(self, code: ErrorCode) -> None:
+        assert self.leg is not None
+        self.leg = self.leg._replace(tokens=self.leg.tokens[: self.leg.num_sent])
         error = EngineError(code=code, message="at random", is_retryable=True)
         self._emit(finish_reason=FinishReason.ERROR, error=error)
         self.leg = None
@@ -215,6 +220,11 @@ class Worker:
     def _emit(self, **fields: object) -> None:
         """Queue an output, with the tokens that were not sent yet."""
         assert self.leg is not None
+        task = self.leg.request.task
+        assert isinstance(task, Generate)
+        if task.sampling_params.logprobs is not None:
+            sampled = self.leg.tokens[max(self.leg.num_sent, self.leg.num_known) :]
+            fields["new_logprobs"] = logprobs_of(sampled, 0)
         output = EngineCoreOutput(
             request_id=self.leg.request.request_id,
             attempt=self.leg.request.attempt,
@@ -247,7 +257,12 @@ class World:
         self.answering = self.decode
         self.num_ends = 0
         metrics = RouterMetrics(self.registry)
-        params = SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False)
+        params = SamplingParams(
+            seed=7,
+            max_tokens=NUM_TOKENS,
+            detokenize=False,
+            logprobs=rng.choice((None, 0)),
+        )
         request = EngineCoreRequest(request_id="a", prompt_token_ids=PROMPT, task=Generate(params))
         processed = ProcessedInput(
             core_request=request,
@@ -309,7 +324,7 @@ class World:
             return Route(decode=decode, reason="no_prefill_worker")
         return Route(prefill=self._rng.choice(prefills), decode=decode)
 
-    def last_served_at(self, origins: object) -> float:
+    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
         return time.monotonic() if any(client.is_ready for client in self.decode) else -math.inf
 
     def report_failure(self, failing: object) -> None:
@@ -349,6 +364,14 @@ async def walk(seed: int, outcomes: Counter[str]) -> None:
         world.step(may_fail=False)
     (completion,) = outputs[-1].outputs
     told = tuple(t for output in outputs for part in output.outputs for t in part.token_ids)
+    positions = [
+        tuple(position)
+        for output in outputs
+        for part in output.outputs
+        for position in (part.logprobs.logprob_token_ids if part.logprobs is not None else ())
+    ]
+    if live.state.wants_logprobs:
+        assert positions == [(token,) for token in told], "each token has its logprob"
     assert told == tokens == tuple(live.state.token_ids), "each token once and in order"
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert world.num_ends == 1

@@ -25,6 +25,7 @@ from pdserve_common.types.engine import (
     SchedulerStats,
     WorkerRole,
 )
+from pdserve_common.types.lora import LoRARequest
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests import redrive
 from pdserve_router.requests.redrive import (
@@ -52,7 +53,7 @@ class NobodyPool:
     ) -> Route:
         raise NoWorkerError("nobody is here")
 
-    def last_served_at(self, origins: object) -> float:
+    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
         return -math.inf
 
 
@@ -371,7 +372,7 @@ class SecondsPool(NobodyPool):
     served_at = 0.0
     num_asked = 0
 
-    def last_served_at(self, origins: object) -> float:
+    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
         self.num_asked += 1
         return self.served_at
 
@@ -397,7 +398,7 @@ class SometimesDecodePool(OnePairPool):
 
     num_asked = 0
 
-    def last_served_at(self, origins: object) -> float:
+    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
         self.num_asked += 1
         return -math.inf
 
@@ -512,3 +513,149 @@ async def test_a_token_beside_a_refusal_for_want_of_room_costs_nothing(
     assert not queue.is_spent(lost)
     clock.now_s += 2
     assert queue.is_spent(lost)
+
+
+class OneOfTwo(LostRequest):
+    """A completion whose end is the other one's as well."""
+
+    other: "OneOfTwo"
+    queue: RedriveQueue
+
+    def give_up(self, error: EngineError | None = None) -> None:
+        super().give_up(error)
+        self.queue.discard(self.other)
+
+
+def die_under(request: LostRequest, *workers: Any) -> None:
+    """Let workers die under it, the last of them under its current attempt."""
+    for lost in workers:
+        error = EngineError(code=ErrorCode.ENGINE_DEAD, message="gone", is_retryable=True)
+        route = Route(decode=lost)
+        request.recovery.forget()
+        request.recovery.add(route, lost, error, reason="", now=time.monotonic())
+        lost.is_ready = False
+
+
+async def test_completions_of_one_request_that_are_both_at_fault_end_together(make_queue) -> None:
+    queue = make_queue(NobodyPool(), wait_s=60)
+    both = [lost_request(name, OneOfTwo) for name in "ab"]
+    for request, other in itertools.permutations(both):
+        request.other, request.queue = other, queue
+        die_under(request, worker(WorkerRole.DECODE), worker(WorkerRole.DECODE))
+        queue.add(request)
+    behind = lost_request("c")
+    behind.recovery.num_spent = 3
+    queue.add(behind)
+    await asyncio.wait_for(behind.given_up.wait(), 20)
+    await until(lambda: not any(request in queue for request in both))
+    assert sum(request.given_up.is_set() for request in both) == 1
+    assert queue._timer is None
+
+
+@pytest.mark.parametrize("where", ["next_request", "resend", "give_up", "route", "find_at_fault"])
+async def test_an_exception_anywhere_costs_one_request_at_most(
+    make_queue, monkeypatch, where: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise KeyError("broken on purpose")
+
+    class Defective(SentRequest):
+        is_ended = False
+
+        def on_defect(self) -> None:
+            self.is_ended = True
+            raise ValueError("broken as well")
+
+    pool = OnePairPool(step_tokens=8)
+    queue = make_queue(pool)
+    broken, good = lost_request("a", Defective), lost_request("b", SentRequest)
+    if where == "next_request":
+        monkeypatch.setattr(Defective, where, property(fail))
+    elif where == "route":
+        as_ever = pool.route
+        pool.route = lambda request, **more: (  # type: ignore[method-assign]
+            fail() if request is broken.core_request else as_ever(request, **more)
+        )
+    elif where == "find_at_fault":
+        monkeypatch.setattr(redrive, where, fail)
+    else:
+        setattr(broken, where, fail)
+        broken.recovery.num_spent = 3 if where == "give_up" else 0
+    await add_all(queue, broken, good)
+    assert good.is_sent
+    assert broken.is_ended is (where != "find_at_fault")
+    assert broken not in queue
+    later = lost_request("c", SentRequest)
+    queue.on_token(good)
+    await add_all(queue, later)
+    assert later.is_sent
+
+
+@pytest.mark.parametrize("max_redrives", [1, 3])
+async def test_whoever_may_have_ended_a_worker_is_tried_alone_whatever_is_left_of_its_redrives(
+    make_queue, monkeypatch, max_redrives: int
+) -> None:
+    monkeypatch.setattr(redrive, "REUSE_DELAY_S", 0.0)
+    pool = OnePairPool(step_tokens=8)
+    queue = make_queue(pool, max_redrives=max_redrives)
+    dead = [worker(WorkerRole.DECODE) for _ in range(2)]
+    both = [lost_request(name, SentRequest) for name in "ab"]
+    for request in both:
+        request.recovery.num_spent = 1
+        die_under(request, *dead)
+        queue.lose(request, Route(decode=dead[1]), dead[1], request.recovery.error, reason="")
+        request.recovery.ended.pop()
+        assert not queue.is_spent(request)
+        queue.add(request)
+    await until(lambda: any(request.is_sent for request in both))
+    first, second = sorted(both, key=lambda each: not each.is_sent)
+    assert not second.is_sent
+    # D's first message came before P's.
+    route = Route(prefill=pool.prefill[0], decode=pool.decode[0])
+    queue.on_answer(first, route, pool.decode[0])
+    await until(lambda: second.is_sent)
+    assert not any(request.given_up.is_set() for request in both)
+
+
+async def test_few_tokens_between_refusals_for_want_of_room_do_not_begin_the_wait_anew(
+    make_queue,
+) -> None:
+    clock = Clock()
+    queue = make_queue(NobodyPool(), wait_s=60, clock=clock)
+    lost, full = lost_request("a"), worker(WorkerRole.DECODE)
+    lost.recovery.forget()
+    no_room = EngineError(code=ErrorCode.OVERLOADED, message="no room", is_retryable=True)
+
+    def refuse() -> bool:
+        lost.recovery.add(Route(decode=full), full, no_room, reason="", now=clock())
+        is_spent = queue.is_spent(lost)
+        lost.recovery.begin_attempt()
+        clock.now_s += 10
+        return is_spent
+
+    for num_tokens in (1, redrive.CLEARING_TOKENS):
+        num_free = 0
+        while not refuse() and num_free < 50:
+            num_free += 1
+            lost.recovery.note_tokens(num_tokens)
+        assert num_free == (6 if num_tokens == 1 else 50)
+        lost.recovery.note_tokens(redrive.CLEARING_TOKENS)
+    assert lost.recovery.num_spent == 0
+
+
+async def test_whose_adapter_nobody_ready_holds_waits_no_longer_than_others(make_queue) -> None:
+    class OthersPool(NobodyPool):
+        """Who is ready lacks the adapter."""
+
+        def may_serve_adapter(self, digest: str) -> bool:
+            return True
+
+        def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+            return -math.inf if adapter else time.monotonic()
+
+    queue = make_queue(OthersPool(), wait_s=0.05)
+    request = lost_request("a")
+    lora = LoRARequest(lora_name="a", digest="a" * 64)
+    request.core_request = dataclasses.replace(request.core_request, lora_request=lora)
+    queue.add(request)
+    await asyncio.wait_for(request.given_up.wait(), 20)

@@ -1,8 +1,7 @@
 """Which requests workers died under."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,11 @@ from support.engine_info import make_info
 from support.stub_worker import StubWorker
 
 SETTLE_S = 0.05
-find_at_fault = partial(suspects.find_at_fault, settle_s=SETTLE_S)
+
+
+def find_at_fault(lost: Sequence["Lost"], now: float) -> list[tuple["Lost", Any]]:
+    sent_from = [(each, each.not_before) for each in lost]
+    return suspects.find_at_fault(sent_from, now, settle_s=SETTLE_S)
 
 
 @dataclass
@@ -22,7 +25,9 @@ class Lost:
     ended: list[tuple[Any, str]]
     died_at: Any
     is_suspect: bool = False
+    is_excused: bool = False
     lost_at: float = 0.0
+    not_before: float = 0.0
 
 
 @dataclass
@@ -59,8 +64,18 @@ def test_of_several_each_is_tried_and_nobody_is_judged_twice(workers: Iterator[A
     first, second = next(workers), next(workers)
     both = [lost(first, second), lost(first, second)]
     assert find_at_fault(both, 1.0) == []
-    assert all(each.is_suspect for each in both)
+    assert all(each.is_suspect and each.is_excused for each in both)
     assert find_at_fault(both[:1], 1.0) == []
+
+
+def test_nobody_is_judged_while_one_may_go_on_without_the_worker(workers: Iterator[Any]) -> None:
+    first, second = next(workers), next(workers)
+    both = [lost(first, second), lost(first, second)]
+    both[1].not_before = 0.25
+    assert find_at_fault(both, 0.2) == []
+    assert [is_to_be_judged(each) for each in both] == [True, True]
+    both[1].died_at = None  # it goes on
+    assert find_at_fault(both, 0.3) == [(both[0], second)]
 
 
 def test_the_one_that_lost_most_is_at_fault(workers: Iterator[Any]) -> None:

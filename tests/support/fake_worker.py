@@ -198,6 +198,8 @@ class Running:
         self.worker = worker
         self.request = request
         self._link = link
+        # The index of the next token, as an engine tells it with an end.
+        self._num_emitted = len(request.resume_output_token_ids)
 
     @property
     def params(self) -> SamplingParams:
@@ -234,6 +236,7 @@ class Running:
         logprobs.
         """
         more.setdefault("attempt", self.request.attempt)
+        self._num_emitted = max(self._num_emitted, at + len(token_ids))
         num_top = self.params.logprobs
         if num_top is not None and token_ids:
             more.setdefault("new_logprobs", logprobs_of(token_ids[num_repeated:], num_top))
@@ -253,6 +256,7 @@ class Running:
         self._link.emit(
             EngineCoreOutput(
                 request_id=self.request.request_id,
+                first_token_index=self._num_emitted,
                 finish_reason=FinishReason.ERROR,
                 error=error,
                 attempt=self.request.attempt,

@@ -170,8 +170,12 @@ class Attempt:
             self._owner.on_done(output, outcome="completed")
 
     def _is_early(self, output: EngineCoreOutput) -> bool:
-        """Only P has the logprobs of the prompt and of its first token, which D repeats."""
-        is_first = bool(output.new_token_ids) and (
+        """Only P has the logprobs of the prompt and of its first token, which D repeats. What D
+        sends behind tokens that wait for P waits with them, but for a failure that brings none.
+        """
+        has_tokens = bool(output.new_token_ids)
+        is_behind = bool(self._early) and not has_failed(output)
+        is_first = (has_tokens or is_behind) and (
             len(self._owner.state.token_ids) == self._num_known
         )
         is_disaggregated = self.route.prefill is not None

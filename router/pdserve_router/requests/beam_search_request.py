@@ -277,6 +277,7 @@ class BeamSearchRequest(LiveRequest):
         ).to_engine_error()
 
     def _advance(self) -> None:
+        self._redrives.on_answer(self, self._route, self._worker)
         self._redrives.on_token(self)
         self.recovery.note_tokens(1)
         tops = [self._tops[index] for index in range(len(self._tops))]

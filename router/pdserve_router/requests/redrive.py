@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -54,7 +54,7 @@ MAX_REUSE_DOUBLINGS = 4
 # 10 to 50 s, about what a lost worker takes to come back: a stream survives any number of losses
 # that come no faster. One that fails its workers where it stands brings none, and ends.
 TOKENS_PER_REDRIVE = 512
-# So many new tokens say that a request does not end its workers.
+# So many new tokens say that a request does not end its workers, and that there is room for it.
 CLEARING_TOKENS = 32
 # How often those that wait look at the workers' queues, which change with every step; and when all
 # who lost a worker have been told.
@@ -88,9 +88,9 @@ class Recovery:
     num_spent: int = 0
     # The lost attempt was taken from a worker that drains.
     is_planned: bool = False
-    # It was lost with a worker that died under another request.
+    # It was lost with a worker that died under another request, or perhaps did.
     is_excused: bool = False
-    # When a worker first had no room for it, since its last token.
+    # When a worker first had no room for it, since it last brought more than a few tokens.
     overloaded_at: float | None = None
     # As in Suspect.
     ended: list[tuple[Worker, str]] = field(default_factory=list)
@@ -113,6 +113,8 @@ class Recovery:
     _num_idle: int = 0
     _num_new_tokens: int = 0
     _num_since_death: int = 0
+    # Since a worker first had no room.
+    _num_since_overload: int = 0
 
     @property
     def error(self) -> EngineError:
@@ -173,6 +175,7 @@ class Recovery:
         self.is_planned |= is_draining or error.code is ErrorCode.DRAINING
         if error.code is ErrorCode.OVERLOADED and self.overloaded_at is None:
             self.overloaded_at = now
+            self._num_since_overload = 0
         if is_death(error) and not is_draining:
             self.ended.append((worker, epoch_of(worker)))
             self.died_at = worker if worker not in self.answering else None
@@ -181,8 +184,10 @@ class Recovery:
     def note_tokens(self, num_new: int) -> None:
         """The answer goes on."""
         self._num_idle = 0
-        # P's first token may come when D has said already that it has no room.
-        self.overloaded_at = self.lost_at if self.is_overloaded else None
+        self._num_since_overload += num_new
+        if self._num_since_overload >= CLEARING_TOKENS:
+            # They may come when D has said already that it has no room.
+            self.overloaded_at = self.lost_at if self.is_overloaded else None
         self._num_since_death += num_new
         if self._num_since_death >= CLEARING_TOKENS:
             self.ended.clear()
@@ -288,12 +293,13 @@ class RedriveQueue:
     def is_spent(self, redrive: Redrive) -> bool:
         """True if it has been sent again as often as it may. Planned losses, and those to workers
         that died under another request, are free, but within its deadline and what the wire holds;
-        those to workers without room for as long as one is waited for.
+        those to workers without room for as long as one is waited for; of those to workers that
+        died under several requests it is found out first whose they are.
         """
         recovery = redrive.recovery
         if recovery.num_redrives >= MAX_ATTEMPT:
             return True
-        if recovery.is_planned or recovery.is_excused:
+        if recovery.is_planned or recovery.is_excused or is_to_be_judged(recovery):
             return False
         if recovery.is_overloaded and self._max_redrives:
             assert recovery.overloaded_at is not None
@@ -356,10 +362,13 @@ class RedriveQueue:
             self._changed()
 
     def on_answer(self, redrive: Redrive, route: AnyRoute, worker: Worker) -> None:
-        """A worker of its attempt, which is on `route`, has brought a token."""
+        """A worker of its attempt, which is on `route`, has brought a token. The last worker brings
+        none before the others have done their part, whoever's message comes first.
+        """
         recovery = redrive.recovery
-        recovery.answering.add(worker)
-        if recovery.is_suspect and recovery.answering.issuperset(route.workers):
+        is_last = worker is route.workers[-1]
+        recovery.answering.update(route.workers if is_last else (worker,))
+        if recovery.is_suspect and is_last:
             recovery.is_suspect = False
             self._forget_tried(redrive)
 
@@ -397,7 +406,14 @@ class RedriveQueue:
     def _send_next(self) -> None:
         self._timer = None
         now = self._clock()
-        self._end_those_at_fault(now)
+        try:
+            with defects.contained("requests", "the look for requests that end workers"):
+                self._end_those_at_fault(now)
+            self._send_those_due(now)
+        finally:
+            self._changed(TICK_S)
+
+    def _send_those_due(self, now: float) -> None:
         is_unanswered = not any(worker.is_ready for worker in self.pool.answering)
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
@@ -405,32 +421,59 @@ class RedriveQueue:
             is_due = waiting.not_before <= now < waiting.deadline
             if not is_due or waiting.redrive not in self._waiting:
                 continue
-            if self.is_spent(waiting.redrive):
-                self._give_up(waiting.redrive)
-                continue
-            recovery = waiting.redrive.recovery
-            if is_to_be_judged(recovery) or (recovery.is_suspect and self._tried is not None):
-                continue
-            # Without anybody who could end it, making the next attempt of each takes long for
-            # nothing. But D may have left the list and still hold the blocks of what runs there.
-            if is_unanswered and not _is_nearly_computed(waiting.redrive):
-                self._wait_or_give_up(waiting, now)
-                continue
-            # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
-            # D holds blocks of it does not hold for long, and it needs nobody's queue.
-            if not is_blocked or _is_nearly_computed(waiting.redrive):
-                is_blocked = not self._try(waiting, now) or is_blocked
-        self._changed(TICK_S)
+            with self._contained(waiting.redrive):
+                is_blocked |= self._must_wait(
+                    waiting, now, is_unanswered=is_unanswered, is_blocked=is_blocked
+                )
+
+    @contextlib.contextmanager
+    def _contained(self, redrive: Redrive) -> Iterator[None]:
+        """A defect with one request must neither leave it without an end nor stop the others."""
+        try:
+            yield
+        except Exception as error:
+            defects.record("requests", error, f"request {redrive.core_request.request_id}")
+            with defects.contained("requests", "the end of a request with a defect"):
+                self.discard(redrive)
+                redrive.on_defect()
+
+    def _must_wait(
+        self, waiting: _Waiting, now: float, *, is_unanswered: bool, is_blocked: bool
+    ) -> bool:
+        """Send one that is due, give it up or have it wait. True: those behind it have to wait as
+        well.
+        """
+        recovery = waiting.redrive.recovery
+        if self.is_spent(waiting.redrive):
+            self._give_up(waiting.redrive)
+            return False
+        if is_to_be_judged(recovery) or (recovery.is_suspect and self._tried is not None):
+            return False
+        # Without anybody who could end it, making the next attempt of each takes long for
+        # nothing. But D may have left the list and still hold the blocks of what runs there.
+        if is_unanswered and not _is_nearly_computed(waiting.redrive):
+            self._wait_or_give_up(waiting, now)
+            return False
+        # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
+        # D holds blocks of it does not hold for long, and it needs nobody's queue.
+        if is_blocked and not _is_nearly_computed(waiting.redrive):
+            return True
+        return not self._try(waiting, now)
 
     def _end_those_at_fault(self, now: float) -> None:
         """End requests under which workers die, and have that cost the others nothing."""
         waiting = {id(each.recovery): each for each in self._waiting}
-        suspects = (each.recovery for each in self._waiting)
+        suspects = [(each.redrive.recovery, each.not_before) for each in self._waiting.values()]
         for recovery, worker in find_at_fault(suspects, now, settle_s=TICK_S):
+            if waiting[id(recovery)] not in self._waiting:
+                # It has ended with another completion of its request.
+                continue
             error = RequestFailedError(
                 f"{num_deaths(recovery)} workers were lost under this request: no other one gets it"
             )
-            self._give_up(waiting[id(recovery)], error.to_engine_error())
+            redrive = waiting[id(recovery)]
+            with self._contained(redrive):
+                self._give_up(redrive, error.to_engine_error())
             for each in self._waiting:
                 each.recovery.is_excused |= worker in each.recovery.errors
 
@@ -452,12 +495,7 @@ class RedriveQueue:
             self._tried = redrive
         reason = redrive.recovery.reason
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()
-        try:
-            redrive.resend(route)
-        except Exception as error:
-            # A defect with one request must neither leave it without an end nor stop the others.
-            defects.record("requests", error, f"request {redrive.core_request.request_id}")
-            redrive.on_defect()
+        redrive.resend(route)
         return True
 
     def _wait_or_give_up(self, waiting: _Waiting, now: float) -> None:
@@ -468,7 +506,9 @@ class RedriveQueue:
             return
         if waiting.no_worker_since is None:
             waiting.no_worker_since = now
-        served_at = self.pool.last_served_at(waiting.redrive.begun_origins)
+        served_at = self.pool.last_served_at(
+            waiting.redrive.begun_origins, adapter=lora.digest if lora is not None else ""
+        )
         if now - max(waiting.no_worker_since, served_at) >= self._wait_s:
             self._give_up(waiting.redrive)
 

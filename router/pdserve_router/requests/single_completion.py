@@ -269,7 +269,7 @@ class SingleCompletion(LiveRequest):
         self._redrives.on_answer(self, self.route, worker)
         if self not in self._redrives:
             self._redrives.on_token(self)
-        elif worker is self.route.decode:
+        elif worker is self.route.decode and worker not in self.recovery.errors:
             # D had everything from the P that was lost.
             self._redrives.discard(self)
             self.recovery.forget()

@@ -24,6 +24,9 @@ class Suspect(Protocol):
     # and their epochs then.
     ended: list[tuple[Worker, str]]
     is_suspect: bool
+    # Its loss says nothing against it, or not before the next one: what is tried alone has to be
+    # sent for that.
+    is_excused: bool
     # The one that died under its current attempt, if it brought no token of it and that is not
     # judged yet.
     died_at: Worker | None
@@ -52,25 +55,29 @@ def is_to_be_judged(suspect: Suspect) -> bool:
 
 
 def find_at_fault(
-    suspects: Iterable[Suspect], now: float, *, settle_s: float
+    suspects: Iterable[tuple[Suspect, float]], now: float, *, settle_s: float
 ) -> list[tuple[Suspect, Worker]]:
-    """Return those of all lost requests that are to be ended, with the workers that died under
-    them. Others that may be at fault are suspects from now on. A worker's death is looked at after
-    `settle_s`, when all that had requests there have been told.
+    """Return those of all lost requests, each with the time from which it may be sent again, that
+    are to be ended, with the workers that died under them. Others that may be at fault are suspects
+    from now on. A worker's death is looked at after `settle_s`, when all that had requests there
+    have been told, and when none of them may still go on without it.
     """
     by_worker: dict[Worker, list[Suspect]] = {}
-    for each in suspects:
-        if each.died_at is not None and is_to_be_judged(each):
-            by_worker.setdefault(each.died_at, []).append(each)
+    looked_at: dict[Worker, float] = {}
+    for each, not_before in suspects:
+        if (died_at := each.died_at) is not None and is_to_be_judged(each):
+            by_worker.setdefault(died_at, []).append(each)
+            due = max(each.lost_at + settle_s, not_before)
+            looked_at[died_at] = max(looked_at.get(died_at, due), due)
     found = []
     for worker, lost in by_worker.items():
-        if now - max(each.lost_at for each in lost) < settle_s:
+        if now < looked_at[worker]:
             continue
         for each in lost:
             each.died_at = None
         suspected = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
         for each in suspected:
-            each.is_suspect = True
+            each.is_suspect = each.is_excused = True
         most = max(map(num_deaths, suspected), default=0)
         worst = [each for each in suspected if num_deaths(each) == most]
         if len(worst) == 1:

@@ -275,22 +275,23 @@ class WorkerPool:
         """Return those that it is proven to work with."""
         return self._table.paired_with(worker, self._weights.name).items
 
-    def last_served_at(self, origins: Collection[Origin]) -> float:
+    def last_served_at(self, origins: Collection[Origin], *, adapter: str = "") -> float:
         """Return when (by the clock) a listed worker was last ready that could go on with an
         answer of these origins, or take a request whose answer has not begun: now if one is. One
-        that has never been attached counts from when it was listed, as it may be the next.
+        that has never been attached counts from when it was listed, as it may be the next. With
+        the digest of an `adapter` only those count that hold it, or held it when they were lost.
         """
         now = self._clock()
         name = self._weights.name_for(origins) if origins else ""
 
         def last(role: WorkerRole) -> float:
-            if self._has_ready(role, name):
+            if self._has_ready(role, name, adapter):
                 return now
             return max(
                 (
                     since
                     for worker, since in self._gone_since.items()
-                    if worker.role is role and not self._is_other(worker, name)
+                    if worker.role is role and not self._is_other(worker, name, adapter)
                 ),
                 default=-math.inf,
             )
@@ -300,15 +301,23 @@ class WorkerPool:
             roles.add(WorkerRole.PREFILL)
         return min(map(last, roles))
 
-    def _has_ready(self, role: WorkerRole, name: str) -> bool:
-        """True if a worker of a set of weights is ready; empty: of any."""
+    def _has_ready(self, role: WorkerRole, name: str, adapter: str) -> bool:
+        """True if a worker of a set of weights is ready, and holds the adapter; empty: of any."""
+        if adapter:
+            return any(
+                worker.is_ready and not self._is_other(worker, name, adapter)
+                for worker in self._workers[role]
+            )
         if name:
             return bool(self._weights.ready(role, name))
         return self._states.count(role, WorkerState.READY.value, "mismatched") > 0
 
-    def _is_other(self, worker: Worker, name: str) -> bool:
-        is_known = worker.info is not None
-        return bool(name) and is_known and self._weights.name_of(worker.origin) != name
+    def _is_other(self, worker: Worker, name: str, adapter: str) -> bool:
+        if worker.info is None:
+            return False
+        if adapter and adapter not in worker.info.adapter_digests:
+            return True
+        return bool(name) and self._weights.name_of(worker.origin) != name
 
     def report_transfer(self, prefill: Worker, decode: Worker, stats: KVTransferStats) -> None:
         """A pair did its handoff: the KV came."""

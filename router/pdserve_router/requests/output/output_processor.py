@@ -20,6 +20,7 @@ from pdserve_router.requests.output.resume import ResumedCompletion
 from pdserve_router.requests.records.request_metrics import Timeline
 from pdserve_router.text.parts import OutputPart
 from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.clients.legs import has_failed
 
 # Nothing precedes a prompt's first token.
 _NO_POSITION = LogprobsLists.unknown(1)
@@ -137,6 +138,9 @@ class RequestState:
         if output.new_prompt_logprobs is not None and not self.token_ids:
             _check_positions(output.new_prompt_logprobs)
             self._prompt_logprobs.append(output.new_prompt_logprobs)
+        if not output.new_token_ids and has_failed(output):
+            # Its index counts tokens that may not have been taken. They are computed again.
+            return None
         new = self._fresh(output.new_token_ids, output.first_token_index)
         if not new:
             return None
