@@ -552,6 +552,20 @@ async def test_completions_of_one_request_that_are_both_at_fault_end_together(ma
     assert queue._timer is None
 
 
+async def test_who_has_no_attempt_left_waits_for_the_verdict_on_another_one(make_queue) -> None:
+    queue = make_queue(OnePairPool(step_tokens=8), max_redrives=1)
+    first, second = worker(WorkerRole.DECODE), worker(WorkerRole.DECODE)
+    culprit, bystander = lost_request("a"), lost_request("b", SentRequest)
+    die_under(culprit, first, second)
+    die_under(bystander, second)
+    bystander.recovery.num_spent = 1
+    for each in (culprit, bystander):
+        assert each.recovery.is_by_death
+        queue.add(each)
+    await until(lambda: bystander.is_sent)
+    assert culprit.given_up.is_set()
+
+
 @pytest.mark.parametrize("where", ["next_request", "resend", "give_up", "route", "find_at_fault"])
 async def test_an_exception_anywhere_costs_one_request_at_most(
     make_queue, monkeypatch, where: str
@@ -582,7 +596,7 @@ async def test_an_exception_anywhere_costs_one_request_at_most(
         setattr(broken, where, fail)
         broken.recovery.num_spent = 3 if where == "give_up" else 0
     await add_all(queue, broken, good)
-    assert good.is_sent
+    await until(lambda: good.is_sent and broken not in queue)
     assert broken.is_ended is (where != "find_at_fault")
     assert broken not in queue
     later = lost_request("c", SentRequest)

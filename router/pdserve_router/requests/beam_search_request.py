@@ -298,7 +298,7 @@ class BeamSearchRequest(LiveRequest):
         self._abort_step()
         reason = error.code.name.lower()
         self._redrives.lose(self, self._route, self._worker, error, reason=reason)
-        if self._redrives.is_spent(self):
+        if self._redrives.is_spent(self) and not self.recovery.is_by_death:
             self.give_up()
         else:
             self._redrives.add(self)

@@ -187,7 +187,7 @@ class PoolingRequest(LiveRequest):
             return
         reason = error.code.name.lower()
         self._redrives.lose(self, self._route, worker, error, reason=reason)
-        if self._redrives.is_spent(self):
+        if self._redrives.is_spent(self) and not self.recovery.is_by_death:
             self.give_up()
         else:
             self._end_attempt_span(error, redrive_reason=self.recovery.reason)

@@ -29,7 +29,7 @@ from pdserve_common.types.engine import (
     ErrorFault,
     WorkerRole,
 )
-from pdserve_router.requests.suspects import (
+from pdserve_router.requests.poison_requests import (
     epoch_of,
     find_at_fault,
     is_death,
@@ -92,9 +92,9 @@ class Recovery:
     is_excused: bool = False
     # When a worker first had no room for it, since it last brought more than a few tokens.
     overloaded_at: float | None = None
-    # As in Suspect.
+    # As in LostRequest.
     ended: list[tuple[Worker, str]] = field(default_factory=list)
-    is_suspect: bool = False
+    is_tried_alone: bool = False
     died_at: Worker | None = None
     # Those of its current attempt that have brought tokens.
     answering: set[Worker] = field(default_factory=set)
@@ -126,6 +126,11 @@ class Recovery:
         """Is it lost only as workers have no room?"""
         errors = self.errors.values()
         return bool(errors) and all(each.code is ErrorCode.OVERLOADED for each in errors)
+
+    @property
+    def is_by_death(self) -> bool:
+        """Did a worker of the lost attempt die? Another request may be at fault."""
+        return any(map(is_death, self.errors.values()))
 
     @property
     def is_free(self) -> bool:
@@ -279,7 +284,7 @@ class RedriveQueue:
         self._waiting: dict[Redrive, _Waiting] = {}
         # Without a token since: the worker that computes their tokens, and how many.
         self._sent: dict[Redrive, tuple[Worker, int]] = {}
-        # The suspect that is tried.
+        # The request that is tried alone.
         self._tried: Redrive | None = None
         # Their sums.
         self._num_sent_tokens: Counter[Worker] = Counter()
@@ -338,10 +343,13 @@ class RedriveQueue:
     def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
         already may become earlier. Ends in `resend`, `give_up` or `discard`; one that is spent only
-        waits for what `discard`s it.
+        waits for what `discard`s it, or for the verdict that another request is at fault.
         """
         self._forget_sent(redrive)
         self._forget_tried(redrive)
+        if redrive.recovery.is_by_death and self.is_spent(redrive):
+            # All that the worker had are judged first.
+            delay_s = max(delay_s, 2 * TICK_S)
         deadline = redrive.core_request.deadline
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
@@ -368,8 +376,8 @@ class RedriveQueue:
         recovery = redrive.recovery
         is_last = worker is route.workers[-1]
         recovery.answering.update(route.workers if is_last else (worker,))
-        if recovery.is_suspect and is_last:
-            recovery.is_suspect = False
+        if recovery.is_tried_alone and is_last:
+            recovery.is_tried_alone = False
             self._forget_tried(redrive)
 
     def _forget_tried(self, redrive: Redrive) -> None:
@@ -447,7 +455,7 @@ class RedriveQueue:
         if self.is_spent(waiting.redrive):
             self._give_up(waiting.redrive)
             return False
-        if is_to_be_judged(recovery) or (recovery.is_suspect and self._tried is not None):
+        if is_to_be_judged(recovery) or (recovery.is_tried_alone and self._tried is not None):
             return False
         # Without anybody who could end it, making the next attempt of each takes long for
         # nothing. But D may have left the list and still hold the blocks of what runs there.
@@ -463,8 +471,8 @@ class RedriveQueue:
     def _end_those_at_fault(self, now: float) -> None:
         """End requests under which workers die, and have that cost the others nothing."""
         waiting = {id(each.recovery): each for each in self._waiting}
-        suspects = [(each.redrive.recovery, each.not_before) for each in self._waiting.values()]
-        for recovery, worker in find_at_fault(suspects, now, settle_s=TICK_S):
+        lost = [(each.redrive.recovery, each.not_before) for each in self._waiting.values()]
+        for recovery, worker in find_at_fault(lost, now, settle_s=TICK_S):
             if waiting[id(recovery)] not in self._waiting:
                 # It has ended with another completion of its request.
                 continue
@@ -491,7 +499,7 @@ class RedriveQueue:
             return False
         del self._waiting[redrive]
         self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
-        if redrive.recovery.is_suspect:
+        if redrive.recovery.is_tried_alone:
             self._tried = redrive
         reason = redrive.recovery.reason
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()

@@ -302,7 +302,7 @@ class SingleCompletion(LiveRequest):
         has_decode = decode in self._attempt.running
         self.recovery.holder = decode if has_decode else None
         is_undecided = has_decode and decode not in self.recovery.errors
-        if self._redrives.is_spent(self) and not is_undecided:
+        if self._redrives.is_spent(self) and not (is_undecided or self.recovery.is_by_death):
             self.give_up()
             return
         self._redrives.add(self, delay_s=_VERDICT_S if is_undecided else 0.0)

@@ -11,7 +11,7 @@ from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.input.generation_request import GenerationRequest
 from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.output.outputs import RequestOutput
-from pdserve_router.requests.suspects import NUM_DEATHS
+from pdserve_router.requests.poison_requests import NUM_DEATHS
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
 from support.scripted_engine import expected

@@ -17,13 +17,13 @@ from pdserve_router.workers.worker import Worker
 NUM_DEATHS = 2
 
 
-class Suspect(Protocol):
+class LostRequest(Protocol):
     """A request's `Recovery`."""
 
     # Workers that ended under it with a word of a death, since it brought more than a few tokens;
     # and their epochs then.
     ended: list[tuple[Worker, str]]
-    is_suspect: bool
+    is_tried_alone: bool
     # Its loss says nothing against it, or not before the next one: what is tried alone has to be
     # sent for that.
     is_excused: bool
@@ -39,9 +39,9 @@ def is_death(error: EngineError) -> bool:
     return error.code is ErrorCode.ENGINE_DEAD and error.fault is ErrorFault.WORKER
 
 
-def num_deaths(suspect: Suspect) -> int:
+def num_deaths(request: LostRequest) -> int:
     """Return how many of those workers are gone indeed, or are others by now."""
-    return sum(not worker.is_ready or epoch_of(worker) != epoch for worker, epoch in suspect.ended)
+    return sum(not worker.is_ready or epoch_of(worker) != epoch for worker, epoch in request.ended)
 
 
 def epoch_of(worker: Worker) -> str:
@@ -49,22 +49,22 @@ def epoch_of(worker: Worker) -> str:
     return worker.info.epoch if worker.info is not None else ""
 
 
-def is_to_be_judged(suspect: Suspect) -> bool:
+def is_to_be_judged(request: LostRequest) -> bool:
     """Is it not to be sent again before `find_at_fault` has seen it?"""
-    return suspect.died_at is not None and len(suspect.ended) >= NUM_DEATHS
+    return request.died_at is not None and len(request.ended) >= NUM_DEATHS
 
 
 def find_at_fault(
-    suspects: Iterable[tuple[Suspect, float]], now: float, *, settle_s: float
-) -> list[tuple[Suspect, Worker]]:
+    requests: Iterable[tuple[LostRequest, float]], now: float, *, settle_s: float
+) -> list[tuple[LostRequest, Worker]]:
     """Return those of all lost requests, each with the time from which it may be sent again, that
-    are to be ended, with the workers that died under them. Others that may be at fault are suspects
-    from now on. A worker's death is looked at after `settle_s`, when all that had requests there
-    have been told, and when none of them may still go on without it.
+    are to be ended, with the workers that died under them. Others that may be at fault are tried
+    alone from now on. A worker's death is looked at after `settle_s`, when all that had requests
+    there have been told, and when none of them may still go on without it.
     """
-    by_worker: dict[Worker, list[Suspect]] = {}
+    by_worker: dict[Worker, list[LostRequest]] = {}
     looked_at: dict[Worker, float] = {}
-    for each, not_before in suspects:
+    for each, not_before in requests:
         if (died_at := each.died_at) is not None and is_to_be_judged(each):
             by_worker.setdefault(died_at, []).append(each)
             due = max(each.lost_at + settle_s, not_before)
@@ -75,11 +75,11 @@ def find_at_fault(
             continue
         for each in lost:
             each.died_at = None
-        suspected = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
-        for each in suspected:
-            each.is_suspect = each.is_excused = True
-        most = max(map(num_deaths, suspected), default=0)
-        worst = [each for each in suspected if num_deaths(each) == most]
+        possible = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
+        for each in possible:
+            each.is_tried_alone = each.is_excused = True
+        most = max(map(num_deaths, possible), default=0)
+        worst = [each for each in possible if num_deaths(each) == most]
         if len(worst) == 1:
             found.append((worst[0], worker))
     return found

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pdserve_common.types.engine import WorkerRole
-from pdserve_router.requests import suspects
-from pdserve_router.requests.suspects import is_to_be_judged
+from pdserve_router.requests import poison_requests
+from pdserve_router.requests.poison_requests import is_to_be_judged
 from support.engine_info import make_info
 from support.stub_worker import StubWorker
 
@@ -17,14 +17,14 @@ SETTLE_S = 0.05
 
 def find_at_fault(lost: Sequence["Lost"], now: float) -> list[tuple["Lost", Any]]:
     sent_from = [(each, each.not_before) for each in lost]
-    return suspects.find_at_fault(sent_from, now, settle_s=SETTLE_S)
+    return poison_requests.find_at_fault(sent_from, now, settle_s=SETTLE_S)
 
 
 @dataclass
 class Lost:
     ended: list[tuple[Any, str]]
     died_at: Any
-    is_suspect: bool = False
+    is_tried_alone: bool = False
     is_excused: bool = False
     lost_at: float = 0.0
     not_before: float = 0.0
@@ -57,14 +57,14 @@ def test_the_only_one_of_two_deaths_is_at_fault(workers: Iterator[Any]) -> None:
     assert [is_to_be_judged(each) for each in (culprit, *others)] == [True, False, False]
     assert find_at_fault([culprit, *others], SETTLE_S / 2) == [], "others may follow"
     assert find_at_fault([culprit, *others], 2 * SETTLE_S) == [(culprit, second)]
-    assert not any(each.is_suspect for each in others)
+    assert not any(each.is_tried_alone for each in others)
 
 
 def test_of_several_each_is_tried_and_nobody_is_judged_twice(workers: Iterator[Any]) -> None:
     first, second = next(workers), next(workers)
     both = [lost(first, second), lost(first, second)]
     assert find_at_fault(both, 1.0) == []
-    assert all(each.is_suspect and each.is_excused for each in both)
+    assert all(each.is_tried_alone and each.is_excused for each in both)
     assert find_at_fault(both[:1], 1.0) == []
 
 
@@ -87,6 +87,6 @@ def test_the_one_that_lost_most_is_at_fault(workers: Iterator[Any]) -> None:
 def test_workers_that_only_say_so_have_not_died(workers: Iterator[Any]) -> None:
     first, second = next(workers), next(workers)
     second.is_ready = True
-    suspect = lost(first, second)
-    assert find_at_fault([suspect], 1.0) == []
-    assert not suspect.is_suspect
+    request = lost(first, second)
+    assert find_at_fault([request], 1.0) == []
+    assert not request.is_tried_alone
