@@ -40,6 +40,7 @@ WEATHER = {
     },
     "required": ["city"],
 }
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 TOOLS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
 ARGUMENTS = '{"city": "Par\\"is </tool_call> } é", "days": 2}'
 R1 = {
@@ -306,7 +307,6 @@ def test_many_parameters_of_many_schemas_are_looked_at_a_few_times() -> None:
     assert each[1].num_calls < 3 * each[0].num_calls
 
 
-STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 # Schemas, and values that another schema would read otherwise.
 TYPED = [
     (STRING, "7"),
@@ -430,10 +430,12 @@ NULL_OR_TEXT = {"type": ["string", "null"]}
         ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "null", None),
         ({"minimum": 1}, "12", 12),
         ({}, "12", 12),
+        ({"enum": ["[1]", [True]]}, "[1]", "[1]"),
+        ({"enum": ['{"a": 1}', {"a": 1.0}]}, '{"a": 1}', {"a": 1}),
         ({"allOf": [NULL_OR_TEXT, {"minLength": 1}]}, "null", None),
     ],
 )
-def test_a_schema_without_a_type_has_those_of_its_keywords(schema, text, value) -> None:
+def test_a_value_is_of_the_types_that_its_schema_speaks_of(schema, text, value) -> None:
     tools = {"f": {"properties": {"x": schema}}}
     said = f"<function=f><parameter=x>{text}</parameter></function>"
     (call,) = parse("qwen3_coder", said, tools=tools)
@@ -448,6 +450,20 @@ def test_a_listed_value_is_found_among_blanks(value, blanks) -> None:
     said = f"<function=f><parameter=x>{before}{value}{behind}</parameter></function>"
     (call,) = parse("qwen3_coder", said, tools=tools)
     assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("value", ["[1] ", " [1]", "{} ", [1], ["1"], {"a": "1"}])
+@pytest.mark.parametrize("before", ["", "\n"])
+def test_a_string_that_looks_like_a_container_keeps_its_blanks(value, before) -> None:
+    of = {"items": STRING, "properties": {"a": STRING}, "required": ["a"]}
+    container = {"type": ["array", "object"], **of}
+    written = value if isinstance(value, str) else json.dumps(value)
+    said = f"<function=f><parameter=x>{before}{written}{before}</parameter></function>"
+    for other in ({"const": value}, STRING):
+        x = {"anyOf": [other, container]}
+        (call,) = parse("qwen3_coder", said, tools={"f": {"properties": {"x": x}}})
+        expected = written if other is STRING and value == [1] else value
+        assert json.loads(call.arguments) == {"x": expected}
 
 
 BLANKS = " \n"

@@ -421,7 +421,16 @@ def _is_listed(facts: _Facts, type_: str, value: Json, budget: _Budget) -> bool:
     if type_ not in ("array", "object"):
         return (type_, _exact(value)) in (facts.scalars or ())
     budget.is_spent(len(facts.containers))
-    return any(type_ == type_of(each) and value == each for each in facts.containers)
+    return any(value == each and _are_same(value, each) for each in facts.containers)
+
+
+def _are_same(value: Json, other: Json) -> bool:
+    """Return whether equal values are of the same types: to Python true is 1."""
+    if isinstance(value, list):
+        return all(map(_are_same, value, other))
+    if isinstance(value, dict):
+        return all(_are_same(part, other[name]) for name, part in value.items())
+    return type_of(value) == type_of(other)
 
 
 def _is_in_range(schema: Mapping[str, Any], value: "int | Decimal") -> bool:

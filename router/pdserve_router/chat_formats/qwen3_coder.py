@@ -107,10 +107,11 @@ class _Parameters:
             self._reader.mark()
             text = yield from self._reader.json_container()
             if text is not None and (yield from self._reader.sees((_PARAMETER_END,))):
-                self._reader.unmark()
-                value.add(text)
+                # With the blanks around it: it may be meant as a string.
+                value.add(self._reader.unmark())
+                yield from self._reader.until((_PARAMETER_END,), value.add)
                 value.end()
-                return (yield from self._reader.accept(_PARAMETER_END))
+                return True
             self._reader.rewind()
         return (yield from self._read_text(value))
 

@@ -55,8 +55,11 @@ class Reader:
         """Remember what is read from here on, until `unmark` or `rewind`."""
         self._taken = []
 
-    def unmark(self) -> None:
+    def unmark(self) -> str:
+        """Return what was read since the mark, which stays read: the last mark's."""
+        taken = "".join(self._taken or ())
         self._taken = None
+        return taken
 
     def rewind(self, *, at_most: int | None = None) -> str:
         """Put back what was read since the mark. If that is more than so many characters, it stays
