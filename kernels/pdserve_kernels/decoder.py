@@ -45,7 +45,9 @@ class Mlp(Protocol):
         """Those that adapters may change, by the names of `lora.LINEARS`."""
 
     def run(self, products: "LayerProducts", x: torch.Tensor) -> torch.Tensor:
-        """Return what it makes of x [num_tokens, hidden_size], of the same shape and dtype."""
+        """Return what it makes of x [num_tokens, hidden_size], bf16 or fp32, of the same shape and
+        dtype.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +127,18 @@ class LayerFunctions(Protocol):
     """
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor: ...
-    def linear_adapted(self, x: torch.Tensor, packed: Any, adapted: Any) -> torch.Tensor: ...
+    def linear_adapted(self, x: torch.Tensor, packed: Any, adapted: Any) -> torch.Tensor:
+        """Return the linear of x [num_tokens, in_features] with what adapters add, [num_tokens,
+        out_features] in x's dtype.
+        """
+
     def linear_silu_mul(self, x: torch.Tensor, packed: Any) -> torch.Tensor: ...
     def linear_of_ranks(
         self, x: torch.Tensor, packed: Any, group: Group, adapted: Any | None
     ) -> torch.Tensor:
-        """Return the linear's outputs on each rank; every rank has a part of the inputs."""
+        """Return the linear's outputs [num_tokens, out_features], in x's dtype, on each rank; x is
+        the rank's part of the inputs, [num_tokens, in_features / group.size].
+        """
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
     def fused_moe(self, x: torch.Tensor, packed: Any) -> torch.Tensor: ...
@@ -138,7 +146,9 @@ class LayerFunctions(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and x + residual, which may be in residual's memory."""
+        """Return the norm of x + residual, and x + residual, which may be in residual's memory; all
+        are [num_tokens, hidden_size] of one dtype.
+        """
 
     def attend(
         self,
@@ -149,9 +159,11 @@ class LayerFunctions(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Write each token's KV; return what its queries find, [num_tokens, num_heads, head_dim].
+        """Write each token's KV; return what its queries find, [num_tokens, num_heads, head_dim] in
+        qkv's dtype.
 
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] and may be overwritten.
+        positions are int64 [num_tokens]; kv_cache is as in `KernelSet.paged_attention`.
         """
 
 
@@ -200,7 +212,8 @@ def run_layers(
     adapters: StepAdapters | None = None,
 ) -> torch.Tensor:
     """Compute `run_decoder` of a kernel set with its functions, part by part. hidden_states may be
-    overwritten.
+    overwritten. They are [num_tokens, hidden_size] in the model's dtype, as is the result;
+    positions are int64 [num_tokens].
     """
     eps = decoder.rms_norm_eps
     residual = hidden_states

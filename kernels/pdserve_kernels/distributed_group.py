@@ -82,8 +82,8 @@ class DeviceGroup(DistributedGroup):
         super().__init__(store_path, rank=rank, size=size, timeout_s=timeout_s)
 
     def sum_rows(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors, of any one float dtype, in place. The order is the
-        library's, equal on all ranks.
+        """Return the sum of all ranks' tensors [m, n], of any one float dtype, in place. The order
+        is the library's, equal on all ranks.
         """
         self._do("allreduce", partial)
         return partial

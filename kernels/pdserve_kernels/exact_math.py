@@ -46,13 +46,15 @@ LOWEST_EXPONENT = -30.0
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Return the natural logarithm of positive, normal fp32 numbers, to some 2e-7 relative."""
+    """Return the natural logarithm of x, positive, normal fp32 numbers [...], to some 2e-7
+    relative, as fp32.
+    """
     exponent, fraction = _split(x)
     return _log1p(fraction).add_(exponent * LN_2)
 
 
 def log_of_complement(u: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - u) of fp32 u in (0, 1), to some 2e-7 relative, however small u is."""
+    """Return log(1 - u) of fp32 u [...] in (0, 1), to some 2e-7 relative, however small u is."""
     exponent, fraction = _split(1.0 - u)
     # Where no exponent is taken out, u itself says more than 1 - u does.
     fraction = torch.where(exponent == 0, -u, fraction)
@@ -60,7 +62,9 @@ def log_of_complement(u: torch.Tensor) -> torch.Tensor:
 
 
 def exp_to_fixed_point(x: torch.Tensor) -> torch.Tensor:
-    """Return exp of fp32 x <= 0 in multiples of 1 / FIXED_POINT_ONE, rounded down, as int64."""
+    """Return exp of fp32 x [...] <= 0 in multiples of 1 / FIXED_POINT_ONE, rounded down, as int64
+    [...].
+    """
     x = x.clamp(min=LOWEST_EXPONENT)
     exponent = x.mul(LOG2_E).round_()
     rest = x.sub_(exponent * LN_2_HIGH).sub_(exponent * LN_2_LOW)

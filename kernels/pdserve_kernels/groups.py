@@ -32,11 +32,15 @@ class Group(Protocol):
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts, [size, *part.shape], on every rank."""
+        """Return all ranks' parts, [size, *part.shape], on every rank. Any shape and dtype, the
+        same on all ranks.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill the tensor with that of rank 0."""
+        """Fill the tensor, of any shape [...] and dtype, the same on all ranks, with that of rank
+        0.
+        """
         ...
 
     def close(self) -> None: ...
@@ -52,7 +56,9 @@ def check_num_sums(num_sums: int, in_features: int) -> None:
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add 1, 2, 4 or 8 tensors: neighbours first, then the sums of neighbours."""
+    """Add 1, 2, 4 or 8 tensors of one shape [...] and dtype: neighbours first, then the sums of
+    neighbours.
+    """
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]

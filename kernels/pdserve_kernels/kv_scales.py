@@ -21,7 +21,9 @@ NO_SCALES = KVScales()
 def check_kv_dtype(
     kv_cache: torch.Tensor, dtype: torch.dtype, scales: KVScales = NO_SCALES
 ) -> None:
-    """Raise ValueError unless a cache is in `dtype`, without scales, or in FP8."""
+    """Raise ValueError unless a cache [num_blocks, num_kv_heads, num_slots, 2, block_size,
+    head_dim] is in `dtype`, without scales, or in fp8.
+    """
     if kv_cache.dtype == FP8:
         return
     if kv_cache.dtype != dtype:

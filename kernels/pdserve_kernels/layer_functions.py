@@ -104,6 +104,8 @@ def run_layer_by_layer(
     metadata: Sequence[AttentionMetadata],
     lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
-    """Compute `run_decoder` of a kernel set with its plain functions."""
+    """Compute `run_decoder` of a kernel set with its plain functions. hidden_states and the result
+    are [num_tokens, hidden_size] in the model's dtype, positions int64 [num_tokens].
+    """
     adapters = _Segments(lora) if lora else None
     return run_layers(functions, decoder, hidden_states, positions, kv_cache, metadata, adapters)

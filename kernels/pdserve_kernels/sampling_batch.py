@@ -27,19 +27,21 @@ class SamplingBatch:
     positions: npt.NDArray[np.int64]
 
     def divisors(self) -> npt.NDArray[np.float32]:
-        """Return what a random row's logits are divided by."""
+        """Return what a random row's logits are divided by, fp32 [n]."""
         divisors: npt.NDArray[np.float32] = np.maximum(
             self.temperature, np.float32(MIN_TEMPERATURE)
         )
         return divisors
 
     def log_min_p(self) -> npt.NDArray[np.float32]:
-        """Return how far below its row's highest a scaled logit may lie; -inf is no limit."""
+        """Return how far below its row's highest a scaled logit may lie, fp32 [n]; -inf is no
+        limit.
+        """
         with np.errstate(divide="ignore"):
             return np.log(self.min_p.astype(np.float64)).astype(np.float32)
 
     def select(self, rows: npt.NDArray[np.int64]) -> "SamplingBatch":
-        """Return what these rows ask for."""
+        """Return what these rows, int64 [m], ask for."""
         return SamplingBatch(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -121,7 +123,9 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def check_mask(mask: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """Raise ValueError unless the mask is one of logits of this shape on this device."""
+    """Raise ValueError unless the mask is int32 [n, ceil(vocab_size / 32)] on this device, of
+    logits of this shape.
+    """
     expected = (shape[0], num_mask_words(shape[1]))
     if mask.dtype != torch.int32 or mask.shape != expected or mask.device != device:
         raise ValueError(

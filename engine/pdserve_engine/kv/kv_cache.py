@@ -143,8 +143,8 @@ class KVCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim], contiguous; of a rank's
-        part of each block its heads and slots.
+        """[num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim], contiguous, in the dtype
+        of the spec; of a rank's part of each block its heads and slots.
         """
         return self._tensor
 

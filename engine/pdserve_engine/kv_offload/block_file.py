@@ -59,7 +59,9 @@ class BlockFormat(NamedTuple):
         return _HEADER.size + self.block_bytes
 
     def write(self, path: Path, block_hash: bytes, content: BlockBytes) -> None:
-        """Raises OSError, and then leaves nothing behind, as far as that can be."""
+        """Store a block, uint8 [block_bytes]. Raises OSError, and then leaves nothing behind, as
+        far as that can be.
+        """
         temporary = path.with_suffix(TEMPORARY_SUFFIX)
         try:
             with temporary.open("wb", buffering=0) as file:
@@ -70,7 +72,9 @@ class BlockFormat(NamedTuple):
             raise
 
     def read(self, path: Path, block_hash: bytes) -> BlockBytes:
-        """Raises OSError if the file cannot be read, BlockMismatchError if it is another one."""
+        """Return a block, uint8 [block_bytes]. Raises OSError if the file cannot be read,
+        BlockMismatchError if it is another one.
+        """
         # Not where a link leads, and not waiting for whoever opens the other end of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb", buffering=0) as file:

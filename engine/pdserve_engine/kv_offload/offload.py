@@ -44,8 +44,11 @@ CLOSE_TIMEOUT_S = 3.0
 class Copier(Protocol):
     """What `kv.block_copier.BlockCopier` does."""
 
-    def read(self, block_id: int) -> BlockBytes: ...
-    def write(self, block_id: int, content: BlockBytes) -> None: ...
+    def read(self, block_id: int) -> BlockBytes:
+        """Return a copy of a block, whose step is over: uint8 [block_bytes]."""
+
+    def write(self, block_id: int, content: BlockBytes) -> None:
+        """Fill a block, uint8 [block_bytes], for steps that are begun after the return."""
 
 
 @dataclass(slots=True, eq=False)

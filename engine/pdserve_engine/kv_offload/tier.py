@@ -42,15 +42,15 @@ class KVTier(Protocol):
         content: BlockBytes,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Store a block that comes behind block `parent`; evict others for it. False if it is here
-        already, cannot be stored, or is not wanted any more: after `is_wanted` has become false,
-        and then `discard` or `clear` has returned, it is not here.
+        """Store a block, uint8 [block_bytes], that comes behind block `parent`; evict others for
+        it. False if it is here already, cannot be stored, or is not wanted any more: after
+        `is_wanted` has become false, and then `discard` or `clear` has returned, it is not here.
         """
         ...
 
     def get(self, block_hash: bytes) -> BlockBytes | None:
-        """Return exactly what was stored, as the last used; None, and the block is not here any
-        more, if it cannot be read or is not that.
+        """Return exactly what was stored, uint8 [block_bytes], as the last used; None, and the
+        block is not here any more, if it cannot be read or is not that.
         """
         ...
 

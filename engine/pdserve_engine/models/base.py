@@ -68,7 +68,9 @@ class Model(Protocol):
         ...
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size]."""
+        """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size] in
+        the model's dtype.
+        """
         ...
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -118,8 +120,8 @@ class SupportsMultiModal(Protocol):
     """A model that sees pictures (`ForwardInputs.mm_embeds`)."""
 
     def embed_picture(self, pixels: bytes) -> torch.Tensor:
-        """Return the embeddings [num_image_tokens, hidden_size] of a picture, RGB, row by row.
-        Their bits depend on nothing else.
+        """Return the embeddings [num_image_tokens, hidden_size], in the model's dtype, of a
+        picture, RGB, row by row. Their bits depend on nothing else.
         """
         ...
 

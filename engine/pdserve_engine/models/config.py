@@ -242,7 +242,7 @@ def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int 
     """
     windows = tuple(windows)
     for window in windows:
-        if window is not None and (not isinstance(window, int) or window <= 0):
+        if window is not None and (type(window) is not int or window <= 0):
             raise ModelError(f"sliding_window is {window!r}, expected a positive integer or null")
     return tuple(w if w is not None and w < max_model_len else None for w in windows)
 
@@ -344,26 +344,25 @@ def _read_windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window as transformers reads it from the same fields."""
     window = raw.get("sliding_window", family.default_window)
-    layer_types = raw.get("layer_types")
-    if family.window_scope == "always":
-        # transformers takes a Mistral with layers of two kinds for another architecture.
-        if layer_types is not None and window is not None and set(layer_types) != {SLIDING}:
-            raise NativeUnsupportedError(f"layer_types is {layer_types}, supported is {SLIDING}")
-        return (window,) * num_layers
     if family.window_scope == "never":
-        return (None,) * num_layers
-    if not raw.get("use_sliding_window", False):
+        if raw.get("sliding_window") is not None:
+            logger.warning("sliding_window is %s, attention has no window in this family", window)
         window = None
-    if family.window_scope == "used":
-        return (window,) * num_layers
-    if layer_types is not None:
-        if window is None and SLIDING in layer_types:
-            raise ModelError(
-                f"layer_types has {SLIDING}, but use_sliding_window or sliding_window is not set"
-            )
-        return windows_of_types(layer_types, window, num_layers)
-    first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    elif family.window_scope != "always" and not raw.get("use_sliding_window", False):
+        window = None
+    layer_types = raw.get("layer_types")
+    if layer_types is None and family.window_scope == "layers":
+        first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    windows = (window,) * num_layers
+    if layer_types is None:
+        return windows
+    typed = windows_of_types(layer_types, window, num_layers)
+    # In other families transformers ignores them, fails, or takes the model for another one.
+    is_ignored = family.window_scope != "layers" and typed != windows
+    if is_ignored or (window is None and SLIDING in layer_types):
+        raise ModelError(f"layer_types is {layer_types}, attention has the window {window}")
+    return typed
 
 
 def windows_of_types(

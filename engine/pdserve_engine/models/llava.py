@@ -76,8 +76,8 @@ class VisionTower:
 
     @torch.inference_mode()
     def embed(self, pixels: bytes) -> torch.Tensor:
-        """Return the embeddings [num_image_tokens, hidden_size]. A picture is a batch of its own,
-        so that the bits of none depend on others.
+        """Return the embeddings [num_image_tokens, hidden_size] in the model's dtype. A picture is
+        a batch of its own, so that the bits of none depend on others.
         """
         size = self._config.image_size
         picture = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(size, size, -1)

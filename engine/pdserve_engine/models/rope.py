@@ -190,7 +190,9 @@ def _stretch_low_frequencies(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.
 def build_cos_sin_cache(
     rope: RopeConfig, *, head_dim: int, max_positions: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return [max_positions, head_dim]: the first half cosines, the second half sines."""
+    """Return the table [max_positions, head_dim] in `dtype`: cosines in the first half, sines in
+    the second.
+    """
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)

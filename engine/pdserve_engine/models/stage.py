@@ -38,14 +38,18 @@ class Stage:
         )
 
     def receive(self, num_tokens: int, config: LlamaConfig) -> torch.Tensor:
-        """Return the residual [num_tokens, hidden_size] behind the stage before, on the CPU."""
+        """Return the residual [num_tokens, hidden_size], in the model's dtype, behind the stage
+        before, on the CPU.
+        """
         assert self.before is not None
         states = torch.empty(num_tokens, config.hidden_size, dtype=config.dtype)
         self.before.broadcast(states)
         return states
 
     def send(self, states: torch.Tensor) -> None:
-        """Hand the residual on; returns when the stage behind has it."""
+        """Hand the residual [num_tokens, hidden_size], in the model's dtype, on; returns when the
+        stage behind has it.
+        """
         assert self.after is not None
         self.after.broadcast(states)
 

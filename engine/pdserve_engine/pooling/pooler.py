@@ -26,7 +26,7 @@ class PoolingMetadata(NamedTuple):
 
     @property
     def complete(self) -> Rows:
-        """The chunks that end their prompt, ascending."""
+        """The chunks that end their prompt, int64 [n], ascending."""
         return np.flatnonzero(self.seq_lens == self.prompt_lens)
 
 

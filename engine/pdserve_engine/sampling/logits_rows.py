@@ -30,7 +30,8 @@ class LogitsRows:
         return len(self.batch_rows)
 
     def accepted(self, token_ids: Rows, broken: Set[int] = frozenset()) -> Rows:
-        """Return the indexes of the rows whose assumptions are what was sampled, token_ids [n].
+        """Return the indexes, int64 [m], of the rows whose assumptions are what was sampled,
+        token_ids, int64 [n].
 
         Of `broken` rows, which could not be sampled, only those that assume nothing are accepted:
         the others are tried again when what they assume has come. None behind a broken one is.
@@ -43,7 +44,7 @@ class LogitsRows:
         return np.flatnonzero(is_accepted)
 
     def select(self, indexes: Rows) -> "LogitsRows":
-        """Return the rows with these indexes, which ascend."""
+        """Return the rows with these indexes, int64 [m], which ascend."""
         assumed = self.assumed
         if assumed:
             assumed = {

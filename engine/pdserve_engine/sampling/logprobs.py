@@ -82,7 +82,9 @@ def compute_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -
 def launch_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> Iterator[LogprobsTerms]:
-    """Yield what `compute_logprobs` returns piece by piece, one after the other; enqueues only."""
+    """Yield what `compute_logprobs` returns of logits [n, vocab_size], of any float dtype, and
+    chosen tokens, int64 [n], piece by piece, one after the other; enqueues only.
+    """
     is_cpu = logits.device.type == "cpu"
     max_logits = MAX_LOGITS_AT_ONCE_ON_CPU if is_cpu else MAX_LOGITS_AT_ONCE
     step = max(1, max_logits // logits.shape[1])

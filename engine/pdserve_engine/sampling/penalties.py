@@ -90,7 +90,9 @@ class Penalties:
         self._seen.pop(row, None)
 
     def count(self, rows: Rows, tokens: Rows) -> None:
-        """Take in an output token for each of `rows`; a row may be there several times."""
+        """Take in an output token, int64 [n], for each of `rows`, int64 [n]; a row may be there
+        several times.
+        """
         for index in self._asking(rows):
             self._seen[int(rows[index])].count(int(tokens[index]))
 
@@ -115,6 +117,7 @@ class Penalties:
         return strengths != (0.0, 0.0, 1.0)
 
     def are_asked_for(self, rows: Rows) -> bool:
+        """Does one of the rows, int64 [n], ask for penalties?"""
         return bool(self._is_asked[rows].any())
 
     def _seen_before(self, rows: LogitsRows, index: int) -> _SeenTokens:

@@ -138,7 +138,9 @@ class SamplingState:
         self.grammars.remove(row)
 
     def append_tokens(self, batch_rows: Rows, token_ids: Rows) -> None:
-        """Take in an output token for each of `batch_rows`, which may be there several times."""
+        """Take in an output token, int64 [n], for each of `batch_rows`, int64 [n], which may be
+        there several times.
+        """
         self._penalties.count(batch_rows, token_ids)
         if self.grammars.num_rows:
             by_row: dict[int, list[int]] = {}
@@ -151,11 +153,11 @@ class SamplingState:
         return self.grammars.take(rows.batch_rows.tolist(), rows.assumed)
 
     def looks_back(self, batch_rows: Rows) -> bool:
-        """Must the host see the tokens before these rows to sample them?"""
+        """Must the host see the tokens before these rows, int64 [n], to sample them?"""
         return bool(self._looks_back[batch_rows].any())
 
     def asks_for_logprobs(self, batch_rows: Rows) -> bool:
-        """Does one of the rows want the log-probabilities of its tokens?"""
+        """Does one of the rows, int64 [n], want the log-probabilities of its tokens?"""
         return bool((self._num_logprobs[batch_rows] != NO_LOGPROBS).any())
 
     def launch_logprobs(
@@ -193,8 +195,8 @@ class SamplingState:
         output_token_ids: Callable[[int], Rows],
         masks: TokenMasks | None = None,
     ) -> SampledTokens:
-        """Choose a token for each of `rows` from logits [n, vocab_size], which are changed; only of
-        those that `masks` allow, none of which is late.
+        """Choose a token for each of `rows` from logits [n, vocab_size], in fp32 or the model's
+        dtype, which are changed; only of those that `masks` allow, none of which is late.
 
         `output_token_ids` returns those of a row of the batch. No token counts as the request's
         until `append_tokens` says so. Logprobs are of the logits given, before any parameter. Waits
@@ -215,8 +217,9 @@ class SamplingState:
     def sample_drafts(
         self, logits: torch.Tensor, rows: LogitsRows, output_token_ids: Callable[[int], Rows]
     ) -> Rows:
-        """Choose as `sample` does, but ask no grammar: what the tokens would be if these were the
-        model's logits. Where nothing is left to choose it is a dummy.
+        """Choose as `sample` does of logits [n, vocab_size], in fp32 or the model's dtype, but ask
+        no grammar: what the tokens, int64 [n], would be if these were the model's logits. Where
+        nothing is left to choose it is a dummy.
         """
         token_ids, _ = self._choose(logits, rows, output_token_ids, None)
         return token_ids
@@ -242,7 +245,8 @@ class SamplingState:
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Launch all that requests may ask of the kernels, in each variant that a device may have
-        to compile first, given a row of the model's logits [1, vocab_size]. Enqueues only.
+        to compile first, given a row of the model's logits [1, vocab_size], in their dtype.
+        Enqueues only.
         """
         zero = np.zeros(1, dtype=np.int64)
         plain = self.describe(LogitsRows(zero, zero))
@@ -346,8 +350,9 @@ class FollowedSampling(SamplingState):
 
 
 def errors_of_masks(masks: TokenMasks | None, token_ids: Rows) -> dict[int, EngineError]:
-    """Return, by row, why it cannot be given its token: the grammar's reason, or that the token is
-    none of the grammar's, which happens where the logits of all of those are -inf.
+    """Return, by row, why it cannot be given its token, token_ids being int64 [n]: the grammar's
+    reason, or that the token is none of the grammar's, which happens where the logits of all of
+    those are -inf.
     """
     if masks is None:
         return {}

@@ -28,7 +28,8 @@ class Batch(ctypes.Structure):
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, num_tokens: int, kv_cache: torch.Tensor) -> "Batch":
-        """Describe a step of `num_tokens` rows, padding included.
+        """Describe a step of `num_tokens` rows, padding included; kv_cache is bf16 [num_blocks,
+        num_kv_heads, num_slots, 2, block_size, head_dim].
 
         Raises ValueError if there are fewer rows than query tokens, if a request has more query
         tokens than positions, or if a tensor is not what the kernels read: of another dtype, other

@@ -27,7 +27,9 @@ class PagedKV(ctypes.Structure):
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor) -> "PagedKV":
-        """Point to a packed cache; raise ValueError if it is not contiguous."""
+        """Point to a packed cache, bf16 [num_blocks, num_kv_heads, num_slots, 2, block_size,
+        head_dim]; raise ValueError if it is not contiguous.
+        """
         if not kv_cache.is_contiguous():
             raise ValueError(f"kv_cache must be contiguous, has strides {kv_cache.stride()}")
         _, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
@@ -53,12 +55,14 @@ def is_thread_independent(dtype: torch.dtype, block_size: int, head_dim: int) ->
 
 
 def has_packed_tiles(kv_cache: torch.Tensor) -> bool:
-    """Whether a cache [..., block_size, head_dim] has tiles in the packed format."""
+    """Whether a cache [..., block_size, head_dim], of any dtype, has tiles in the packed format."""
     return kv_tile_format(kv_cache.dtype, *kv_cache.shape[-2:]) == PACKED_FORMAT
 
 
 def check_slots(slot_mapping: torch.Tensor, kv_cache: torch.Tensor) -> None:
-    """Raise ValueError unless all slots are in the cache, or -1."""
+    """Raise ValueError unless all slots, int64 [num_tokens], are in the cache [num_blocks,
+    num_kv_heads, num_slots, 2, block_size, head_dim], or -1.
+    """
     num_slots = kv_cache.shape[0] * kv_cache.shape[4]
     check_indices("slots", slot_mapping, first=-1, end=num_slots)
 

@@ -108,7 +108,7 @@ def pin_threads(cores: Sequence[int]) -> None:
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Return what the C++ gets for a tensor that may be missing."""
+    """Return what the C++ gets for a tensor [...] of any dtype, or for one that is missing."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -106,19 +106,23 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_contiguous_int64(indices: torch.Tensor) -> torch.Tensor:
-    """Return positions or slots as the kernels read them."""
+    """Return positions or slots [num_tokens], of any integer dtype, as the kernels read them:
+    int64.
+    """
     return indices.to(torch.int64).contiguous()
 
 
 def check_indices(name: str, indices: torch.Tensor, *, first: int = 0, end: int) -> None:
-    """Raise ValueError unless all are in [first, end): the kernels go wherever they point."""
+    """Raise ValueError unless all indices [n], of any integer dtype, are in [first, end): the
+    kernels go wherever they point.
+    """
     if not are_within(indices, first, end):
         low, high = map(int, torch.aminmax(indices))
         raise ValueError(f"{name} are {low} to {high}, must be in [{first}, {end})")
 
 
 def are_within(indices: torch.Tensor, first: int, end: int) -> bool:
-    """Whether all are in [first, end); takes microseconds."""
+    """Whether all indices [n], of any integer dtype, are in [first, end); takes microseconds."""
     if not indices.numel():
         return True
     low, high = torch.aminmax(indices)

@@ -178,13 +178,18 @@ def pack_into(panels: torch.Tensor, weight: torch.Tensor, num_parts: int) -> Non
 
 
 def kernel_arguments(x: torch.Tensor, packed: LinearWeight) -> tuple[Any, ...]:
-    """Return what the kernels take first: x, as `rows_for` gives it, and the weight."""
+    """Return what the kernels take first: x, bf16 [..., in_features] as `rows_for` gives it, and
+    the weight.
+    """
     num_rows = x.numel() // max(1, x.shape[-1])
     return x.data_ptr(), num_rows, ctypes.byref(PackedLinear.of(packed))
 
 
 def rows_for(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
-    """x with rows that follow each other, and an odd number of features padded with a zero."""
+    """Return x, bf16 [..., in_features], with rows that follow each other, and an odd number of
+    features padded with a zero. Raises TypeError for another dtype or device, ValueError for
+    another size.
+    """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu":
         raise TypeError(f"x is {x.dtype} on {x.device}; the weight is torch.bfloat16 on cpu")
     if x.shape[-1] != packed.in_features:

@@ -74,7 +74,7 @@ class LoraWeight:
     panels: torch.Tensor
 
     def moved(self, memory: torch.Tensor) -> "LoraWeight":
-        """Return the same in the first elements of `memory`."""
+        """Return the same in the first elements of `memory`, bf16 [num_elements or more]."""
         a = memory[: self.a.numel()].view(self.a.shape)
         b = memory[self.a.numel() : self.num_elements].view(self.b.shape)
         a.copy_(self.a)
@@ -166,7 +166,9 @@ def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRow
 
 
 def shrink_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
-    """See the reference's contract. The inputs are added up in as many parts as the weight's."""
+    """Return A x of x [n, in_features], fp32 [n, ranks]; see the reference's contract. The inputs
+    are added up in as many parts as the weight's.
+    """
     if isinstance(packed, reference.LinearWeight):
         return reference_lora.shrink_lora(x, packed, rows)
     x = rows_for(x, packed)
@@ -180,7 +182,9 @@ def shrink_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRow
 def expand_lora(
     sums: torch.Tensor, shrunk: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]
 ) -> None:
-    """See the reference's contract."""
+    """Add scale * B shrunk to sums, fp32 [n, out_features]; shrunk is fp32 [n, ranks]. See the
+    reference's contract.
+    """
     if isinstance(packed, reference.LinearWeight):
         return reference_lora.expand_lora(sums, shrunk, packed, rows)
     scaled = shrunk.clone()

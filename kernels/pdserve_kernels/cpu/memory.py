@@ -9,7 +9,7 @@ _HUGE_PAGE = 2 * 2**20
 
 
 def empty_on_huge_pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor [num_elements], aligned to 64 bytes or more.
+    """Return an uninitialised tensor [num_elements] of a dtype, aligned to 64 bytes or more.
 
     The prefetchers of a CPU stop at the end of a page, so that streaming a weight from small pages
     costs a fifth of the memory's rate. Pages belong to the NUMA node of whoever writes them first.

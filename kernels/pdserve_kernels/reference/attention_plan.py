@@ -93,7 +93,9 @@ class _Span(NamedTuple):
 def get_plan(
     metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int, window: int | None
 ) -> AttentionPlan:
-    """Return the step's plan for caches and windows like these; the first layer builds it."""
+    """Return the step's plan for windows like this and caches [num_blocks, num_kv_heads, num_slots,
+    2, block_size, head_dim] of this dtype; the first layer builds it.
+    """
     shape = (kv_cache.shape[1], *kv_cache.shape[4:])
     geometry = (num_heads, *shape, kv_cache.dtype, kv_cache.device, window)
     plan = metadata.memo.plans.get(geometry)

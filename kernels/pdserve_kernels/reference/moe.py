@@ -99,8 +99,10 @@ def check_top_k(top_k: int, num_experts: int) -> None:
 def checked_experts(
     router: torch.Tensor, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pass on experts; raise ValueError for one whose shapes or dtype do not fit the router's and
-    the first one's, and unless there are as many as the router chooses from.
+    """Pass on experts, of each gate and up [2 * intermediate_size, hidden_size] and down
+    [hidden_size, intermediate_size]; raise ValueError for one whose shapes or dtype do not fit
+    those of the router [num_experts, hidden_size] and of the first one, and unless there are
+    num_experts.
     """
     num_experts, hidden_size = router.shape
     count, intermediate_size = 0, 0

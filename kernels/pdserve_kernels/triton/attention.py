@@ -62,7 +62,10 @@ def check_attention(
     softcap: float,
     scales: KVScales,
 ) -> None:
-    """Raise ValueError unless `paged_attention` takes these."""
+    """Raise ValueError unless `paged_attention` takes these: query [num_tokens, num_heads,
+    head_dim], kv_cache [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim] of query's
+    dtype or fp8.
+    """
     if query.shape[1] % kv_cache.shape[1] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(
             f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"

@@ -84,7 +84,9 @@ def rms_norm_kernel(
 def add_rms_norm_(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add x [T, hidden] to residual in place and return rms_norm(residual), both contiguous."""
+    """Add x [T, hidden] to residual in place and return rms_norm(residual), both contiguous, of one
+    dtype.
+    """
     output = torch.empty_like(x)
     _launch_rms_norm(x, residual, weight, output, residual, eps)
     return output

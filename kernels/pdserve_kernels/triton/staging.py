@@ -54,8 +54,8 @@ class Layout:
         }
 
     def fill(self, buffer: torch.Tensor, arrays: Arrays) -> None:
-        """Write arrays to those of the same names in buffer, which is in host memory. A smaller
-        one leaves the rest as it is.
+        """Write arrays to those of the same names in buffer, uint8 [num_bytes], which is in host
+        memory. A smaller one leaves the rest as it is.
         """
         memory = buffer.numpy()
         for name, array in arrays.items():
@@ -64,15 +64,17 @@ class Layout:
             view[tuple(map(slice, array.shape))] = array
 
     def to_device(self, arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return copies of all arrays on a device, without waiting for it."""
+        """Return copies of all arrays on a device, of the shapes [...] and dtypes of the layout,
+        without waiting for it.
+        """
         host = pinned(self.num_bytes, device)
         self.fill(host, arrays)
         return self.views(host.to(device, non_blocking=True))
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory from which copies to `device` need not be waited for: the allocator hands it
-    out again only when they are over.
+    """Return memory, uint8 [num_bytes], from which copies to `device` need not be waited for: the
+    allocator hands it out again only when they are over.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

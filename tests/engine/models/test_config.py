@@ -127,6 +127,11 @@ def test_float16_is_served_as_bfloat16_with_a_warning(
     ("changes", "windows"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, (None,) * 4),
+        ({"layer_types": ["full_attention"] * 4}, (None,) * 4),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["sliding_attention"] * 4},
+            (100,) * 4,
+        ),
         ({"architectures": ["MistralForCausalLM"]}, (100,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
         ({"architectures": ["Qwen2ForCausalLM"]}, (None,) * 4),
@@ -158,6 +163,13 @@ def test_reads_each_layers_window(
     assert never_slides.attention_windows == (None,) * 4
 
 
+def test_a_window_that_the_family_has_not_is_named(
+    write_config: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_model_config(write_config(sliding_window=100)).attention_windows == (None,) * 32
+    assert "sliding_window is 100" in caplog.text
+
+
 def test_a_model_that_we_do_not_run_ourselves_runs_on_transformers(
     make_model: Callable[..., Path],
 ) -> None:
@@ -185,6 +197,40 @@ def test_longrope_is_served_as_long_as_it_does_not_switch(make_model: Callable[.
     assert read_model_config(folder, max_model_len=64).max_model_len == 64
     with pytest.raises(ModelError, match="longrope, supported up to a max_model_len of 64"):
         read_model_config(folder)
+
+
+def test_longrope_switches_where_transformers_switches(make_model: Callable[..., Path]) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}
+    rope = factors | {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    # What stands beside the settings wins.
+    folder = make_model(rope_parameters=rope, original_max_position_embeddings=32)
+    assert read_model_config(folder, max_model_len=32).max_model_len == 32
+    with pytest.raises(ModelError, match="longrope, supported up to a max_model_len of 32"):
+        read_model_config(folder, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": [1.0] * 7}, r"short_factor is \[.*\], expected 8 numbers above 0"),
+        ({"long_factor": [1.0] * 7 + ["2"]}, r"long_factor is .*, expected 8 numbers above 0"),
+        ({"attention_factor": "1"}, "attention_factor is '1', expected a number above 0"),
+        ({"factor": 0}, "factor is 0, expected a number above 0"),
+        (
+            {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings is 1, expected",
+        ),
+    ],
+)
+def test_longrope_settings_without_angles_are_named(
+    make_model: Callable[..., Path], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = json.loads((make_model() / "config.json").read_text())
+    rope = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_type": "longrope"}
+    raw["rope_parameters"] = {**rope, "original_max_position_embeddings": 64, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=message):
+        read_model_config(tmp_path, max_model_len=64)
 
 
 def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., Path]) -> None:
@@ -254,15 +300,15 @@ def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., P
         ),
         (
             {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32},
-            "layer_types has sliding_attention, but use_sliding_window or sliding_window is not",
+            "layer_types is .*sliding_attention.*, attention has the window None",
         ),
         (
-            {
-                "architectures": ["MistralForCausalLM"],
-                "model_type": "mistral",
-                "layer_types": ["full_attention"] * 32,
-            },
-            "layer_types is .*full_attention.*, supported is sliding_attention",
+            {"sliding_window": 64, "layer_types": ["sliding_attention"] * 32},
+            "layer_types is .*sliding_attention.*, attention has the window None",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32},
+            "layer_types is .*full_attention.*, attention has the window 4096",
         ),
         (
             {

@@ -12,8 +12,9 @@ HANDLE_BYTES = 64
 
 
 def check_cuda_ipc(tensor: torch.Tensor) -> None:
-    """Keep UCX from CUDA IPC if there is no handle of the tensor's memory: it would not register
-    it. To be called before UCX starts, on a thread that has called CUDA before.
+    """Keep UCX from CUDA IPC if there is no handle of the memory of a tensor [...], of any dtype:
+    it would not register it. To be called before UCX starts, on a thread that has called CUDA
+    before.
 
     Raises ValueError if UCX_TLS names cuda_ipc.
     """
@@ -27,8 +28,8 @@ def check_cuda_ipc(tensor: torch.Tensor) -> None:
 
 
 def export_error(tensor: torch.Tensor) -> str | None:
-    """Say why the driver gives out no handle of a GPU tensor's memory, or return None if it does.
-    The thread has called CUDA before.
+    """Say why the driver gives out no handle of the memory of a GPU tensor [...], of any dtype, or
+    return None if it does. The thread has called CUDA before.
 
     It does for what cudaMalloc has allocated, as torch's allocator does unless it has expandable
     segments, but not in every sandbox.

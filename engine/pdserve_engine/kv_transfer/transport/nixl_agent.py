@@ -219,7 +219,9 @@ class NixlAgent:
         )
 
     def make_read(self, blocks: BlockDescriptors, remote: BlockIds, local: BlockIds) -> Any:
-        """Return the handle of a READ of what there is to read of these blocks, not posted yet."""
+        """Return the handle of a READ of what there is to read of these blocks, int32 [n] on either
+        side, not posted yet.
+        """
         if blocks.num_pieces > 1:
             remote = _indices(remote, blocks.num_pieces, blocks.num_remote_blocks)
             local = _indices(local, blocks.num_pieces, blocks.num_local_blocks)

@@ -23,7 +23,7 @@ class LayerReader:
     device: torch.device
 
     def tensor(self, *weights: str | WeightPart) -> torch.Tensor:
-        """Return weights as they are, stacked by rows."""
+        """Return weights as they are, stacked by rows: [rows, ...] in the model's dtype."""
         return self.checkpoint.read(*weights, dtype=self.dtype, device=self.device)
 
     def linear(self, prefix: str, projection: Projection, *, num_parts: int = 1) -> Any:

@@ -160,7 +160,8 @@ class Checkpoint:
     def read(
         self, *weights: str | WeightPart, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a copy of some weights, stacked by rows; nothing keeps pointing into the files.
+        """Return a copy of some weights, stacked by rows, [rows, ...] in `dtype`; nothing keeps
+        pointing into the files.
 
         Files are mapped for a piece at a time: the pages go straight into the new tensor and leave
         the process at once, but for KEPT_BYTES.
@@ -175,8 +176,9 @@ class Checkpoint:
         return stacked
 
     def map(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a weight for reading here and there: on the CPU the file itself, mapped, of which
-        only pages that are looked at take memory; a copy if it is stored in another dtype.
+        """Return a weight, [rows, ...] in `dtype`, for reading here and there: on the CPU the file
+        itself, mapped, of which only pages that are looked at take memory; a copy if it is stored
+        in another dtype.
         """
         with _open(self._files[name]) as file:
             if device.type == "cpu" and file.get_slice(self._stored[name])[:0].dtype == dtype:
@@ -185,7 +187,7 @@ class Checkpoint:
         return self.read(name, dtype=dtype, device=device)
 
     def read_as_stored(self, name: str) -> torch.Tensor:
-        """Return a copy of one weight on the CPU, in the shape and dtype of the file."""
+        """Return a copy of one weight on the CPU, in the shape [...] and dtype of the file."""
         file = self._last_file.open(self._files[name])
         stored = file.get_slice(self._stored[name])
         if not stored.get_shape():

@@ -122,7 +122,7 @@ def read_projection(
     device: torch.device,
 ) -> torch.Tensor | QuantizedWeight:
     """Return parts of weights, named without `.weight` and given with the whole weight's shape,
-    stacked by rows, for activations of `dtype`.
+    stacked by rows, [out_features, in_features] for activations of `dtype`.
 
     Quantized if the checkpoint's are or if they are to be rounded at load time: by whole rows, so
     that no cut changes them. Raises ModelError if some of the weights are quantized and others are

@@ -42,8 +42,8 @@ class DraftKV:
         self._keys = [None] * len(self._keys)
 
     def catch_up(self, progress: Progress, token_ids: Rows, block_ids: BlockIds) -> None:
-        """Count what is there of a request's known tokens: drafts that were accepted, and blocks
-        that others have computed.
+        """Count what is there of a request's known tokens, int64 [num_tokens]: drafts that were
+        accepted, and blocks that others have computed. block_ids is int32 [num_blocks].
         """
         self._accept_drafts(progress, token_ids)
         self._extend_keys(progress, token_ids)
@@ -59,7 +59,7 @@ class DraftKV:
         self, progress: Progress, block_ids: BlockIds, end: int, drafts: Sequence[int] = ()
     ) -> None:
         """The KV of the request's first `end` tokens is there, and that of drafts behind them, as
-        far as its blocks go.
+        far as its blocks, int32 [num_blocks], go.
         """
         num_slots = len(block_ids) * self._block_size
         num_kept = max(0, num_slots - end)

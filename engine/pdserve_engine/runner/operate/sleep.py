@@ -88,7 +88,9 @@ class SleepingMemory:
 
 
 def tensors_of(root: object) -> Iterator[torch.Tensor]:
-    """Yield every tensor that can be reached from `root` through attributes and containers."""
+    """Yield every tensor, of any shape [...] and dtype, that can be reached from `root` through
+    attributes and containers.
+    """
     seen: set[int] = set()
     stack = [root]
     while stack:

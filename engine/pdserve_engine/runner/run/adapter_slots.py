@@ -44,11 +44,13 @@ class AdapterSlots:
 
     def columns(self, digests: Sequence[str | None], query_lens: Rows) -> LoraColumns:
         """Return a step's tiles, as `lora_fields` names them, given each request's adapter and
-        number of tokens. Raises KeyError for an adapter that has no slot.
+        number of tokens, int64 [num_reqs]. Raises KeyError for an adapter that has no slot.
         """
         slots = [NONE if digest is None else self._slots[digest] for digest in digests]
         return lora_columns(np.array(slots, dtype=np.int64).repeat(query_lens))
 
     def on_device(self, views: Mapping[str, torch.Tensor]) -> StepLora:
-        """Return a step's tiles, given the arrays of a layout with `lora_fields`."""
+        """Return a step's tiles, given the arrays of a layout with `lora_fields`, int32 [tiles,
+        TILE_ROWS] and [tiles].
+        """
         return StepLora.of(views, self._table)

@@ -89,8 +89,8 @@ class StepGraph:
         self.draws: dict[bool, RecordedDraw] = {}
 
     def fill(self, arrays: Arrays) -> None:
-        """Write a step's inputs, by their names in `StepSizes.layout`, to where it reads them;
-        enqueues only.
+        """Write a step's inputs, arrays [...] by their names and in the dtypes of
+        `StepSizes.layout`, to where it reads them; enqueues only.
         """
         num_reqs, num_tokens = len(arrays["seq_lens"]), len(arrays["token_ids"])
         num_bytes = self.num_fixed_bytes + arrays["tables"].nbytes

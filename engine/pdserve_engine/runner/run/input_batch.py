@@ -105,19 +105,21 @@ class InputBatch:
         self._num_blocks[row] = end
 
     def block_ids(self, row: int) -> npt.NDArray[np.int32]:
-        """Return a view of the row's table in the first KV group."""
+        """Return a view of the row's table in the first KV group, int32 [num_blocks]."""
         return self.block_tables[0, row, : self._num_blocks[row]]
 
     def next_rows(self, batch_rows: Rows) -> LogitsRows:
-        """Return one row of logits for each of `batch_rows`: of the token behind all it has."""
+        """Return one row of logits for each of `batch_rows`, int64 [n]: of the token behind all it
+        has.
+        """
         positions = self.num_tokens[batch_rows] - self.num_prompt_tokens[batch_rows]
         return LogitsRows(batch_rows, positions)
 
     def next_rows_with_drafts(
         self, batch_rows: Rows, drafts: Sequence[tuple[int, ...]]
     ) -> LogitsRows:
-        """As `next_rows`, and for each of the drafts of each row one more, which assumes it and
-        those before it. They are put in as tokens that do not count.
+        """As `next_rows` of `batch_rows`, int64 [n], and for each of the drafts of each row one
+        more, which assumes it and those before it. They are put in as tokens that do not count.
         """
         counts = np.array([1 + len(token_ids) for token_ids in drafts])
         rows = self.next_rows_behind(batch_rows, counts)
@@ -133,8 +135,8 @@ class InputBatch:
         return LogitsRows(rows.batch_rows, rows.positions, assumed)
 
     def next_rows_behind(self, batch_rows: Rows, counts: Rows) -> LogitsRows:
-        """Return so many rows of logits for each of `batch_rows`: of the tokens behind all it has,
-        one after the other.
+        """Return so many rows of logits, int64 [n], for each of `batch_rows`, int64 [n]: of the
+        tokens behind all it has, one after the other.
         """
         rows = self.next_rows(batch_rows.repeat(counts))
         first = counts.cumsum() - counts
@@ -142,14 +144,16 @@ class InputBatch:
         return LogitsRows(rows.batch_rows, positions)
 
     def scores_prompts(self, batch_rows: Rows) -> bool:
-        """Does the next step bring log-probabilities of a prompt that one of the rows asks for?"""
+        """Does the next step bring log-probabilities of a prompt that one of the rows, int64 [n],
+        asks for?
+        """
         is_asked = self.sampling.num_prompt_logprobs[batch_rows] != NO_LOGPROBS
         # The first token has none.
         has_some = self.num_computed_tokens[batch_rows] + 1 < self.num_prompt_tokens[batch_rows]
         return bool((is_asked & has_some).any())
 
     def append_tokens(self, rows: LogitsRows, token_ids: Rows) -> None:
-        """Add the tokens that were sampled for `rows`, which count."""
+        """Add the tokens that were sampled for `rows`, int64 [n], which count."""
         self._append(rows, token_ids)
         self.sampling.append_tokens(rows.batch_rows, token_ids)
 
@@ -160,7 +164,7 @@ class InputBatch:
         self._append(rows, np.full(len(rows), placeholder))
 
     def replace_placeholders(self, rows: LogitsRows, token_ids: Rows) -> None:
-        """Put in the tokens that were sampled."""
+        """Put in the tokens that were sampled, int64 [n]."""
         self.token_ids[rows.batch_rows, self._columns(rows)] = token_ids
 
     def set_uncomputed(self, row: int, token_ids: Sequence[int]) -> None:
@@ -181,12 +185,12 @@ class InputBatch:
         return columns
 
     def output_token_ids(self, row: int) -> Rows:
-        """Return a view of the row's tokens behind its prompt."""
+        """Return a view of the row's tokens behind its prompt, int64 [num_output_tokens]."""
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
     def prompt_targets(self, row: int, num_scheduled: int) -> Rows:
-        """Return a view of the prompt tokens that follow those computed in this step, each being
-        what the model should say at its predecessor.
+        """Return a view of the prompt tokens, int64 [n], that follow those computed in this step,
+        each being what the model should say at its predecessor.
         """
         first = self.num_computed_tokens[row] + 1
         end = min(first + num_scheduled, self.num_prompt_tokens[row])

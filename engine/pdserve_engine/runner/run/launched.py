@@ -39,7 +39,7 @@ class LaunchedStep:
         return bool(self._is_over.query())
 
     def token_ids(self) -> Rows:
-        """Wait for the tokens of `step.logits_rows`."""
+        """Wait for the tokens of `step.logits_rows`, int64 [n]."""
         self._is_over.synchronize()
         assert self._results is not None
         return self._results[0].numpy()

@@ -94,11 +94,12 @@ class StepInputs:
         )
 
     def slot_mappings(self, step: StepArrays) -> Iterator[Rows]:
-        """Yield where each token's KV goes, for each KV group."""
+        """Yield where each token's KV goes, int64 [num_tokens], for each KV group."""
         blocks, offsets = np.divmod(step.positions, self._block_size)
         for table in self.batch.block_tables:
             yield table[step.token_rows, blocks].astype(np.int64) * self._block_size + offsets
 
     def to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        """Return the array [...] on the device, in its shape and dtype."""
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)

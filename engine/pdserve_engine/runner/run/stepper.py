@@ -24,8 +24,8 @@ class Stepper(Protocol):
         """
 
     def forward(self, model: Model, step: StepArrays) -> torch.Tensor:
-        """Return the hidden states [num_tokens, hidden_size] of a step, behind all steps that were
-        launched before.
+        """Return the hidden states [num_tokens, hidden_size] of a step, in the model's dtype,
+        behind all steps that were launched before.
         """
 
     def reserve_adapters(self, model: Model, count: int, max_rank: int) -> None:

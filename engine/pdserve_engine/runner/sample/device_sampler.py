@@ -37,15 +37,19 @@ class DeviceSampler(Protocol):
         """Is there a step without the host at all?"""
 
     def looks_back(self, batch_rows: Rows) -> bool:
-        """Must the step sample on the host, or score a prompt, which waits for the device?"""
+        """Must the step of the rows, int64 [n], sample on the host, or score a prompt, which waits
+        for the device?
+        """
 
     def warm_up(self, model: Any, hidden_rows: torch.Tensor) -> None:
-        """Launch all that may be launched to sample, given hidden rows [n, hidden_size]."""
+        """Launch all that may be launched to sample, given hidden rows [n, hidden_size] in the
+        model's own dtype.
+        """
 
     def sample(
         self, model: Any, hidden_rows: torch.Tensor, batch: DeviceSamplingBatch, is_filtered: bool
     ) -> Drawn:
-        """Choose tokens of the hidden rows; enqueues only."""
+        """Choose tokens of hidden rows [n, hidden_size] in the model's dtype; enqueues only."""
 
 
 class WholeSampler:

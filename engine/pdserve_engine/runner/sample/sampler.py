@@ -97,7 +97,9 @@ class TokenSampler:
     def choose(
         self, head: Any, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
     ) -> SampledTokens:
-        """Return a token for each of `rows`, whose hidden states are [n, hidden_size]."""
+        """Return a token for each of `rows`, whose hidden states are [n, hidden_size] in the
+        model's dtype.
+        """
         batch = self._batch
         if batch.sampling.is_greedy(rows):
             mask = None if masks is None else self._to_device(masks.bitmask)

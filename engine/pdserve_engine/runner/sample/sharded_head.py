@@ -148,7 +148,7 @@ def follow(part: ModelPart, num_requests: int) -> StepTokens:
 
 
 def gather_logits(part: ModelPart, logits: torch.Tensor) -> torch.Tensor:
-    """Return all logits [n, vocab_size], given each rank's own."""
+    """Return all logits [n, vocab_size], given each rank's own [n, k], in their dtype."""
     return _join_logits(_gather_logits(part, logits), part.config.vocab_size)
 
 

@@ -36,7 +36,8 @@ class Candidates(NamedTuple):
 
 
 def find_candidates(scaled: torch.Tensor, filters: Filters) -> Candidates:
-    """Filter temperature-scaled logits [m, vocab]: min-p, then top-k, then top-p over what is left.
+    """Filter temperature-scaled logits, fp32 [m, vocab]: min-p, then top-k, then top-p over what is
+    left.
 
     Only as many of the largest logits are looked at as it takes to find every request's threshold.
     """

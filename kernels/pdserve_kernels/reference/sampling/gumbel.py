@@ -35,7 +35,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int, first_id:
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, *, vocab_ids: Tensor) -> Tensor:
-    """Return the noise of some vocab ids only: [n, k] for vocab_ids [n, k]."""
+    """Return the noise of some vocab ids only: fp32 [n, k] for vocab_ids int64 [n, k]; seeds and
+    positions are int64 [n].
+    """
     words = _draw(seeds, positions, vocab_ids // WORDS_PER_COUNTER)
     word_index = (vocab_ids % WORDS_PER_COUNTER).unsqueeze(-1)
     return _to_gumbel(torch.stack(words, dim=-1).gather(-1, word_index).squeeze(-1))

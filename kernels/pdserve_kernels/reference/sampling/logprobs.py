@@ -19,7 +19,9 @@ def logprob_terms(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobTerms:
 
 
 def check_chosen(logits: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Raise ValueError unless these are fp32 logits and a token of each row."""
+    """Raise ValueError unless these are fp32 logits [n, vocab_size] and a token of each row, int64
+    [n].
+    """
     is_readable = logits.dim() == 2 and logits.shape[1] > 0 and logits.dtype == torch.float32
     if not is_readable or chosen.dtype != torch.int64 or chosen.shape != logits.shape[:1]:
         raise ValueError(

@@ -25,7 +25,7 @@ def penalize(logits: torch.Tensor, tokens: PenalizedTokens) -> None:
 
 
 def check_penalized(logits: torch.Tensor) -> None:
-    """Raise ValueError unless these are logits to penalise."""
+    """Raise ValueError unless these are logits to penalise, fp32 [n, vocab_size]."""
     if logits.dim() != 2 or logits.dtype != torch.float32:
         raise ValueError(
             f"logits are {logits.dtype} {list(logits.shape)}; "

@@ -19,7 +19,7 @@ Words2 = tuple[torch.Tensor, torch.Tensor]
 def philox4x32(counter: Words4, key: Words2) -> Words4:
     """Return four random words per counter.
 
-    All words are int64 tensors holding values in [0, 2^32), on one device, of shapes that
+    All words are int64 tensors [...] holding values in [0, 2^32), on one device, of shapes that
     broadcast. The result has the same bits on every device.
     """
     c0, c1, c2, c3 = counter
@@ -35,5 +35,7 @@ def philox4x32(counter: Words4, key: Words2) -> Words4:
 
 
 def split_seed(seed: torch.Tensor) -> Words2:
-    """Return the low and high words of int64 seeds; a negative seed is its two's complement."""
+    """Return the low and high words, int64 [...], of int64 seeds [...]; a negative seed is its
+    two's complement.
+    """
     return seed & MASK, (seed >> 32) & MASK

@@ -67,8 +67,8 @@ class Fp8LinearWeight:
 
 
 def pack_fp8(weight: QuantizedWeight, bias: torch.Tensor | None) -> Fp8LinearWeight:
-    """Share the memory of what is dense: a rank's part of the inputs is not. Raises ValueError for
-    groups that a tile would have to cut.
+    """Share the memory of what is dense: a rank's part of the inputs is not. bias is [out_features]
+    in the weight's dtype. Raises ValueError for groups that a tile would have to cut.
     """
     out_features, in_features = weight.shape
     if weight.scales.shape[1] > 1 and weight.group_size % BLOCK_K:

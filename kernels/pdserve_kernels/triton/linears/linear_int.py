@@ -53,8 +53,8 @@ class IntLinearWeight:
 
 
 def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None) -> IntLinearWeight:
-    """Copy the integers as the kernels read them; scales, zeros and bias share their memory if they
-    are dense: a rank's part of the inputs is not.
+    """Copy the integers as the kernels read them; scales, zeros and bias, [out_features] in the
+    weight's dtype, share their memory if they are dense: a rank's part of the inputs is not.
     """
     out_features, in_features = weight.shape
     values = F.pad(weight.values, (0, -in_features % BLOCK_K)).contiguous()

@@ -73,7 +73,9 @@ class LinearLora:
     num_ranks: int
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to out [n, out_features] what adapters add to a linear of x [n, in_features]."""
+        """Add to out [n, out_features] what adapters add to a linear of x [n, in_features], of one
+        dtype.
+        """
         self.expand(out, self.shrink(x))
 
     def shrink(self, x: torch.Tensor, num_parts: int = NUM_SUMS) -> torch.Tensor:

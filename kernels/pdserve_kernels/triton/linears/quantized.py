@@ -20,7 +20,9 @@ QuantizedLinearWeight = IntLinearWeight | Fp8LinearWeight
 
 
 def pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinearWeight:
-    """Prepare a weight for `linear_quantized`; raises ValueError for groups that do not fit."""
+    """Prepare a weight for `linear_quantized`, with a bias [out_features] in the weight's dtype;
+    raises ValueError for groups that do not fit.
+    """
     return pack_fp8(weight, bias) if weight.is_fp8 else pack_integers(weight, bias)
 
 

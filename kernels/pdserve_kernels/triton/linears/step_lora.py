@@ -72,7 +72,9 @@ class StepLora:
 
     @classmethod
     def of(cls, views: Mapping[str, torch.Tensor], table: AdapterTable) -> "StepLora":
-        """Return what a layout with `lora_fields` says, whose slots are the table's."""
+        """Return what a layout with `lora_fields` says, int32 [tiles, TILE_ROWS] and [tiles], whose
+        slots are the table's.
+        """
         return cls(
             rows=views["lora_rows"],
             slots=views["lora_slots"],
@@ -116,7 +118,9 @@ def lora_fields(num_tiles: int) -> dict[str, Field]:
 
 
 def lora_columns(slots: Integers) -> LoraColumns:
-    """Return the tiles of a step's rows by their names; slots is [rows], NONE without adapter."""
+    """Return the tiles of a step's rows by their names, int32 [tiles, TILE_ROWS] and [tiles]; slots
+    is [rows], NONE without adapter.
+    """
     order = slots.argsort(kind="stable")
     order = order[np.count_nonzero(slots == NONE) :]
     found, counts = np.unique(slots[order], return_counts=True)
@@ -140,8 +144,8 @@ def max_num_tiles(num_rows: int, num_slots: int) -> int:
 
 
 def add_rows(out: torch.Tensor, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
-    """Add to out [n, out_features] what adapters add to a linear of x [n, in_features]; return
-    it.
+    """Add to out [n, out_features] what adapters add to a linear of x [n, in_features], of one
+    dtype; return it.
     """
     found = [each for each in rows if each.weight is not None]
     if found:

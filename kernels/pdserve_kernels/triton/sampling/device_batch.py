@@ -32,7 +32,9 @@ class DeviceSamplingBatch:
 
     @classmethod
     def of(cls, views: Mapping[str, torch.Tensor]) -> "DeviceSamplingBatch":
-        """Return the batch of a layout that has `sampling_fields`."""
+        """Return the batch of a layout that has `sampling_fields`, columns [n] in the dtypes named
+        there.
+        """
         return cls(**{name: views[name] for name in sampling_fields(0)})
 
 
@@ -50,7 +52,9 @@ def sampling_fields(num_rows: int) -> dict[str, Field]:
 
 
 def sampling_columns(batch: SamplingBatch) -> dict[str, npt.NDArray[np.generic]]:
-    """Return a batch's columns by their names; greedy rows have no filter."""
+    """Return a batch's columns [n] by their names, to be stored in the dtypes of `sampling_fields`;
+    greedy rows have no filter.
+    """
     is_random = batch.temperature != 0.0
     return {
         "top_p": np.where(is_random, batch.top_p, 1.0),

@@ -11,7 +11,8 @@ from pdserve_kernels.sampling_batch import check_mask
 def readable(
     logits: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return logits [n, vocab_size] and their mask as kernels read them: each row in one piece.
+    """Return logits [n, vocab_size], of any float dtype, and their mask, int32 [n, ceil(vocab_size
+    / 32)], as kernels read them: each row in one piece.
 
     Raises ValueError.
     """

@@ -113,8 +113,9 @@ def sample_part_staged(
     first_id: int,
     mask: torch.Tensor | None = None,
 ) -> Argmax:
-    """Return what `sample_part` does, and how many NaNs each row has among the logits that the mask
-    allows. Nothing that the host does depends on what the batch holds.
+    """Return what `sample_part` does of logits [n, k], of any float dtype, and how many NaNs each
+    row has among the logits that the mask, int32 [n, ceil(k / 32)], allows. Nothing that the host
+    does depends on what the batch holds.
     """
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     chosen = _draw(logits, batch, mask, is_filtered=False, first_id=first_id, values=values)
