@@ -371,7 +371,7 @@ class Scheduler:
         """
         failed = self.in_flight.discard(steps)
         # A speculative first step is only rolled back: its release may still be acknowledged.
-        failed = [
+        to_try = [
             r for r in failed if r.status is RequestStatus.RUNNING and not r.handoff.needs_remote_kv
         ]
         for request in reversed(list(self.running)):
@@ -381,10 +381,10 @@ class Scheduler:
                 self.containers.preempt(request)
         if len(failed) == 1:
             error = RequestFailedError(message).to_engine_error()
-            request_ids = [r.request_id for r in failed]
+            request_ids = [r.request_id for r in to_try]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
-            self.containers.isolated.note_failed(failed)
+            self.containers.isolated.note_failed(to_try)
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""

@@ -89,7 +89,7 @@ def test_no_more_is_kept_than_there_may_be_and_the_oldest_goes_first() -> None:
     for _ in range(6):
         finish(proposer, make_request(5, prompt=(1,), salt="last"))
     draft(proposer, make_request())
-    assert not proposer._containers, "nothing is left of tenants whose answers are gone"
+    assert not proposer._places, "nothing is left of tenants whose answers are gone"
 
 
 def test_an_answer_longer_than_all_that_is_kept_is_cut() -> None:
