@@ -342,6 +342,30 @@ async def test_a_step_is_done_again_elsewhere_when_its_worker_dies(two) -> None:
     assert len(workers.second.requests) == 2 * (MAX_TOKENS - 2)
 
 
+async def test_a_search_that_goes_on_between_its_losses_is_not_at_fault_for_them(
+    start_stack,
+) -> None:
+    """Each of its workers answered a step of it before it died."""
+    dying: dict[int, asyncio.Task[None]] = {}
+
+    async def die(running) -> None:
+        step, attempt = int(running.request.request_id.split(".")[0]), running.request.attempt
+        if step not in (1, 3) or attempt:
+            await predict(running)
+            return
+        if step not in dying:
+            dying[step] = asyncio.create_task(running.worker.stop())
+        await hang(running)
+
+    async with start_stack(prefill=0, decode=3) as stack:
+        all_behave(stack.decodes, die)
+        output = await generate(stack)
+        await asyncio.gather(*dying.values())
+        best = expected().finished[: PARAMS["n"]]
+        assert [tuple(item.token_ids) for item in output.outputs] == [b.token_ids for b in best]
+        assert output.metrics.num_redrives == 2
+
+
 async def test_a_step_is_done_again_by_the_only_worker(stack, monkeypatch) -> None:
     monkeypatch.setattr("pdserve_router.requests.redrive.REUSE_DELAY_S", 0.0)
 

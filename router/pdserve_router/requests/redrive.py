@@ -298,18 +298,21 @@ class RedriveQueue:
     def is_spent(self, redrive: Redrive) -> bool:
         """True if it has been sent again as often as it may. Planned losses, and those to workers
         that died under another request, are free, but within its deadline and what the wire holds;
-        those to workers without room for as long as one is waited for; of those to workers that
-        died under several requests it is found out first whose they are.
+        those to workers without room for as long as one is waited for. Of one that may have ended
+        its workers that is found out first.
         """
-        recovery = redrive.recovery
+        return not is_to_be_judged(redrive.recovery) and not self._has_attempt(redrive.recovery)
+
+    def _has_attempt(self, recovery: Recovery) -> bool:
+        """False if it has been sent again as often as it may, as far as is known."""
         if recovery.num_redrives >= MAX_ATTEMPT:
-            return True
-        if recovery.is_planned or recovery.is_excused or is_to_be_judged(recovery):
             return False
+        if recovery.is_planned or recovery.is_excused:
+            return True
         if recovery.is_overloaded and self._max_redrives:
             assert recovery.overloaded_at is not None
-            return self._clock() - recovery.overloaded_at >= self._wait_s
-        return recovery.num_spent >= self._max_redrives
+            return self._clock() - recovery.overloaded_at < self._wait_s
+        return recovery.num_spent < self._max_redrives
 
     def blame(self, route: AnyRoute, worker: Worker, error: EngineError) -> None:
         """Tell the pool who is at fault for a request's failure. Never for what the request or its
@@ -334,7 +337,7 @@ class RedriveQueue:
         attempt = redrive.recovery.num_redrives
         redrive.recovery.add(route, worker, error, reason=reason, now=self._clock())
         what_next = "it is sent again when a worker has room"
-        if self.is_spent(redrive):
+        if not self._has_attempt(redrive.recovery):
             what_next = "no attempt is left"
         text = "lost %s: %s: %s; %s"
         args = (worker.address, reason, error.message, what_next)
