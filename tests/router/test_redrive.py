@@ -566,6 +566,21 @@ async def test_who_has_no_attempt_left_waits_for_the_verdict_on_another_one(make
     assert culprit.given_up.is_set()
 
 
+async def test_a_death_that_is_explained_is_not_held_against_another_request(make_queue) -> None:
+    queue = make_queue(OnePairPool(step_tokens=8))
+    first, second, third = (worker(WorkerRole.DECODE) for _ in range(3))
+    culprit, bystander = lost_request("a"), lost_request("b", SentRequest)
+    # It runs on elsewhere while the culprit ends another worker.
+    die_under(bystander, first)
+    die_under(culprit, first, second)
+    queue.add(culprit)
+    await until(culprit.given_up.is_set)
+    die_under(bystander, third)
+    queue.add(bystander)
+    await until(lambda: bystander.is_sent or bystander.given_up.is_set())
+    assert bystander.is_sent
+
+
 @pytest.mark.parametrize("where", ["next_request", "resend", "give_up", "route", "find_at_fault"])
 async def test_an_exception_anywhere_costs_one_request_at_most(
     make_queue, monkeypatch, where: str

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +56,8 @@ MAX_REUSE_DOUBLINGS = 4
 TOKENS_PER_REDRIVE = 512
 # So many new tokens say that a request does not end its workers, and that there is room for it.
 CLEARING_TOKENS = 32
+# Deaths that are remembered for requests that run on: more than workers die while one does.
+MAX_EXPLAINED = 1024
 # How often those that wait look at the workers' queues, which change with every step; and when all
 # who lost a worker have been told.
 TICK_S = 0.05
@@ -286,6 +288,8 @@ class RedriveQueue:
         self._sent: dict[Redrive, tuple[Worker, int]] = {}
         # The request that is tried alone.
         self._tried: Redrive | None = None
+        # Deaths for which a request was ended: they say nothing against others.
+        self._explained: OrderedDict[tuple[Worker, str], None] = OrderedDict()
         # Their sums.
         self._num_sent_tokens: Counter[Worker] = Counter()
         self._timer: asyncio.Handle | None = None
@@ -350,6 +354,7 @@ class RedriveQueue:
         """
         self._forget_sent(redrive)
         self._forget_tried(redrive)
+        self._forget_explained(redrive.recovery)
         if redrive.recovery.is_by_death and self.is_spent(redrive):
             # All that the worker had are judged first.
             delay_s = max(delay_s, 2 * TICK_S)
@@ -485,8 +490,15 @@ class RedriveQueue:
             redrive = waiting[id(recovery)]
             with self._contained(redrive):
                 self._give_up(redrive, error.to_engine_error())
+            self._explained.update(dict.fromkeys(recovery.ended))
+            while len(self._explained) > MAX_EXPLAINED:
+                self._explained.popitem(last=False)
             for each in self._waiting:
                 each.recovery.is_excused |= worker in each.recovery.errors
+                self._forget_explained(each.recovery)
+
+    def _forget_explained(self, recovery: Recovery) -> None:
+        recovery.ended = [each for each in recovery.ended if each not in self._explained]
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
         """Send it, or give it up. False: it has to wait for others that were sent again."""
