@@ -34,9 +34,9 @@ PACKAGES = {
 }
 OURS = {"pdserve", *PACKAGES}
 MODULES_IN_A_FOLDER = 15
-# Words that this code once had for what others call slot, pair, forecast or unlanded read.
+# Words that this code once had for what others call slot, pair, grant request or unlanded read.
 WORDS_OF_OUR_OWN = re.compile(
-    "seat|zombie|partner|outlook|overslept|hungry|hopeful|(^|_)poke", re.IGNORECASE
+    "seat|zombie|partner|outlook|overslept|hungry|hopeful|suspect|(^|_)(poke|claim)", re.IGNORECASE
 )
 # Rooms of a package, lowest floor first: a module imports from its own room and from lower floors.
 # A name without a folder is a module.

@@ -17,7 +17,7 @@ class _Completion:
     token_ids: list[int] = field(default_factory=list)
     is_finished: bool = False
     # By which the next router knows who may go on with it.
-    origin: str = ""
+    model_version: str = ""
     cumulative_logprob: float | None = None
     # Those of the last message: of all tokens if outputs are cumulative.
     positions: Sequence[core_pb2.LogprobsLists.Position] = ()
@@ -97,7 +97,7 @@ class ResumableAnswer(Attempts):
                     index=index,
                     token_ids=known.token_ids,
                     finished=known.is_finished,
-                    origin=known.origin,
+                    model_version=known.model_version,
                 )
 
     def _drop_known(self, output: pb2.RequestOutput) -> None:
@@ -133,7 +133,7 @@ class ResumableAnswer(Attempts):
             known.token_ids.clear()
         known.token_ids.extend(completion.token_ids)
         known.positions = completion.logprobs.positions
-        known.origin = completion.origin or known.origin
+        known.model_version = completion.model_version or known.model_version
         if completion.HasField("cumulative_logprob"):
             known.cumulative_logprob = completion.cumulative_logprob
         known.is_finished = bool(completion.finish_reason)

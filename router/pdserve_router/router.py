@@ -37,7 +37,7 @@ from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.model_limits import ModelLimits
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.route_chooser import (
     AnyRoute,
     LocalReason,
@@ -218,7 +218,7 @@ class Router:
                 admission.reserve_part(processed, slots)
                 reservation = await admission.turn(0, processed)
                 part = admission.with_priority(processed)
-                live = await self._dispatch_later(part, reservation, begun.share_origin())
+                live = await self._dispatch_later(part, reservation, begun.share_version())
             note_taken([live])
             return live
         except PdserveError as error:
@@ -257,15 +257,15 @@ class Router:
         self, requests: Sequence[ProcessedInput], admission: Admission
     ) -> list[LiveRequest]:
         taken: list[LiveRequest] = []
-        origins: Collection[Origin] = ()
+        versions: Collection[ModelVersion] = ()
         try:
             for index, request in enumerate(requests):
                 if taken:
                     await asyncio.sleep(0)  # other streams go on between two of many
-                    origins = taken[0].share_origin()
+                    versions = taken[0].share_version()
                 reservation = await admission.turn(index, request)
                 processed = admission.with_priority(request)
-                taken.append(await self._dispatch(processed, reservation, origins))
+                taken.append(await self._dispatch(processed, reservation, versions))
         except BaseException:
             for live in taken:
                 live.abort()
@@ -276,7 +276,7 @@ class Router:
         self,
         processed: ProcessedInput,
         reservation: Reservation,
-        origins: Collection[Origin],
+        versions: Collection[ModelVersion],
     ) -> LiveRequest:
         """Dispatch it when there is a worker for it, as parts before it would be in vain. Raises as
         `_dispatch` after `redrive_wait_s` or at the deadline.
@@ -289,7 +289,7 @@ class Router:
             if self._is_cut:
                 raise DrainingError("the router shut down before all of the request was sent")
             try:
-                return await self._dispatch(processed, reservation, origins)
+                return await self._dispatch(processed, reservation, versions)
             except (NoWorkerError, OverloadedError):
                 if clock() >= until:
                     raise
@@ -299,15 +299,15 @@ class Router:
         self,
         processed: ProcessedInput,
         reservation: Reservation,
-        origins: Collection[Origin],
+        versions: Collection[ModelVersion],
     ) -> LiveRequest:
         """Send it to workers of `origins`, or if there are none to those that serve."""
-        route = self._route(processed, origins)
+        route = self._route(processed, versions)
         if sum(len(each.token_ids) for each in processed.resume) <= INLINE_RESUMED_TOKENS:
-            live = self._make(processed, route, origins)
+            live = self._make(processed, route, versions)
         else:
             epochs = route.epochs
-            live = await asyncio.to_thread(self._make, processed, route, origins)
+            live = await asyncio.to_thread(self._make, processed, route, versions)
             if route.epochs != epochs:
                 # Perhaps with other weights.
                 raise NoWorkerError("a worker of the request was restarted", retry_after_ms=1000)
@@ -337,14 +337,16 @@ class Router:
             raise
         return live
 
-    def _route(self, processed: ProcessedInput, origins: Collection[Origin]) -> AnyRoute:
+    def _route(self, processed: ProcessedInput, versions: Collection[ModelVersion]) -> AnyRoute:
         """Choose workers; an answer that has begun is for those of the same weights."""
         begun = {
-            each.origin for each in processed.resume if each.token_ids and not each.is_finished
+            each.model_version
+            for each in processed.resume
+            if each.token_ids and not each.is_finished
         }
         return self.pool.route(
             processed.core_request,
-            origins=begun.union(origins),
+            versions=begun.union(versions),
             session=processed.session,
             hashes=processed.prefix_hashes,
         )
@@ -353,12 +355,12 @@ class Router:
         self,
         processed: ProcessedInput,
         route: AnyRoute,
-        origins: Collection[Origin],
+        versions: Collection[ModelVersion],
     ) -> LiveRequest:
         processed, span = put_in_trace(processed)
         match processed.core_request.task:
             case Pool():
-                return PoolingRequest(processed, route, self._services, span, origins=origins)
+                return PoolingRequest(processed, route, self._services, span, versions=versions)
             case Generate(params):
                 assert isinstance(route, Route), "of a request that generates"
                 return _kind_of(params)(processed, params, route, self._services, span)

@@ -96,7 +96,7 @@ class FakeRouter(pb2_grpc.InferenceServiceServicer):
         completion = output.outputs.add(
             text=f"{index} ",
             token_ids=[token_of(request.sampling_params.seed, index)],
-            origin=f"of {index}",
+            model_version=f"of {index}",
         )
         if is_last:
             completion.finish_reason = core.FINISH_REASON_LENGTH
@@ -167,7 +167,8 @@ async def test_a_stream_cut_anywhere_goes_on_at_the_next_router(pair, cut) -> No
     assert len(pair[1].requests) == (cut < NUM_TOKENS)
     for request in pair[1].requests:
         resumed = [
-            (each.index, len(each.token_ids), each.finished, each.origin) for each in request.resume
+            (each.index, len(each.token_ids), each.finished, each.model_version)
+            for each in request.resume
         ]
         assert resumed == ([(0, cut, False, f"of {cut - 1}")] if cut else [])
 

@@ -157,22 +157,26 @@ async def test_a_resumed_answer_goes_on_with_the_adapter_that_began_it(
 ) -> None:
     async with start_stack(info=HELD) as stack:
         outputs = await stack.generate(request())
-        (origin,) = {part.origin for output in outputs for part in output.outputs}
-        assert origin.endswith("." + OLD.digest[:16])
+        (model_version,) = {part.model_version for output in outputs for part in output.outputs}
+        assert model_version.endswith("." + OLD.digest[:16])
         tell(stack, 2, NEW, NAMELESS)
         await follows(stack, 2)
-        begun = {"index": 0, "token_ids": answer[:3], "origin": origin}
+        begun = {"index": 0, "token_ids": answer[:3], "model_version": model_version}
         outputs = await stack.generate(request(resume=[begun]))
         assert tokens_of(outputs) == answer[3:]
-        assert {part.origin for output in outputs for part in output.outputs} == {origin}
+        assert {part.model_version for output in outputs for part in output.outputs} == {
+            model_version
+        }
         assert digests_asked(stack) == [OLD.digest, OLD.digest]
         await stack.generate(request())
         assert digests_asked(stack)[-1] == NEW.digest
         # Nobody goes on with another one, or with none.
-        plain = origin.rpartition(".")[0]
-        for name, wrong in (("", origin), ("a", plain)):
-            with pytest.raises(grpc.aio.AioRpcError, match=r"lora_name is .*, resume\.origin") as e:
-                await stack.generate(request(name, resume=[{**begun, "origin": wrong}]))
+        plain = model_version.rpartition(".")[0]
+        for name, wrong in (("", model_version), ("a", plain)):
+            with pytest.raises(
+                grpc.aio.AioRpcError, match=r"lora_name is .*, resume\.model_version"
+            ) as e:
+                await stack.generate(request(name, resume=[{**begun, "model_version": wrong}]))
             assert e.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         tell(stack, 3, NEW)
         await follows(stack, 3)

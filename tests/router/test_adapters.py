@@ -85,8 +85,8 @@ async def test_the_wait_for_an_adapter_counts_from_the_loss_of_its_last_holder()
     pool = stage.pool
     for worker, adapters in zip(pool.decode, ((A,), (A, B), ()), strict=True):
         stage.attach(worker, adapters=adapters)
-    origins = {pool.decode[0].origin}
-    for known in ((), origins):
+    versions = {pool.decode[0].model_version}
+    for known in ((), versions):
         for each in (A, B):
             assert time.monotonic() - pool.last_served_at(known, adapter=each.digest) < 1
     began = time.monotonic()
@@ -94,7 +94,7 @@ async def test_the_wait_for_an_adapter_counts_from_the_loss_of_its_last_holder()
     assert pool.last_served_at((), adapter=A.digest) > began
     stage.set(pool.decode[1], WorkerState.DOWN)
     ended = time.monotonic()
-    for known in ((), origins):
+    for known in ((), versions):
         for each in (A, B):
             served_at = pool.last_served_at(known, adapter=each.digest)
             assert began < served_at <= ended

@@ -127,8 +127,8 @@ def assert_true(stage: ModelledPool) -> None:
     pool = stage.pool
     for role, workers in ((WorkerRole.PREFILL, pool.prefill), (WorkerRole.DECODE, pool.decode)):
         ready = [w for w in workers if w.is_ready and w not in pool._duplicates]
-        for name in {w.origin.weights for w in ready}:
-            alike = {w for w in ready if w.origin.weights == name}
+        for name in {w.model_version.weights for w in ready}:
+            alike = {w for w in ready if w.model_version.weights == name}
             assert set(pool._weights.ready(role, name)) == alike
             working = {w for w in alike if not w.breaker.is_open}
             assert set(pool._table.workers(role, name)) == working

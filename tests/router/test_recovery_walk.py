@@ -43,7 +43,7 @@ from pdserve_router.requests.output.outputs import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.workers.clients.worker_client import WorkerClient
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.route_chooser import Route
 from pdserve_router.workers.worker import WorkerState
 from support.fake_worker import MODEL, engine_info, logprobs_of
@@ -108,7 +108,7 @@ class Worker:
             runtime=Runtime(),
         )
         self.client.info = engine_info(role, vocab_size=1 << 20, engine_id=name)
-        self.client.origin = Origin.of(self.client.info)
+        self.client.model_version = ModelVersion.of(self.client.info)
         self.attach()
         self.leg: Leg | None = None
         # By attempt: the tokens that came with the KV.
@@ -308,7 +308,7 @@ class World:
         self,
         request: EngineCoreRequest,
         *,
-        origins: object = (),
+        versions: object = (),
         exclude: frozenset = frozenset(),
         session: str = "",
     ) -> Route:
@@ -324,7 +324,7 @@ class World:
             return Route(decode=decode, reason="no_prefill_worker")
         return Route(prefill=self._rng.choice(prefills), decode=decode)
 
-    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+    def last_served_at(self, versions: object, *, adapter: str = "") -> float:
         return time.monotonic() if any(client.is_ready for client in self.decode) else -math.inf
 
     def report_failure(self, failing: object) -> None:

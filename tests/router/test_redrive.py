@@ -34,7 +34,7 @@ from pdserve_router.requests.redrive import (
     Recovery,
     RedriveQueue,
 )
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.route_chooser import Route
 from support.clock import Clock
 from support.fake_worker import engine_info
@@ -49,11 +49,11 @@ class NobodyPool:
     prefill = decode = answering = ()
 
     def route(
-        self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
+        self, request: EngineCoreRequest, *, versions: object, exclude: object, session: str
     ) -> Route:
         raise NoWorkerError("nobody is here")
 
-    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+    def last_served_at(self, versions: object, *, adapter: str = "") -> float:
         return -math.inf
 
 
@@ -63,7 +63,7 @@ class LostRequest:
 
     core_request: EngineCoreRequest
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
-    begun_origins: set[Origin] = dataclasses.field(default_factory=set)
+    begun_versions: set[ModelVersion] = dataclasses.field(default_factory=set)
     session: str = ""
     given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -112,7 +112,7 @@ class OnePairPool:
         self.decode = self.answering = (worker(WorkerRole.DECODE, step_tokens),)
 
     def route(
-        self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
+        self, request: EngineCoreRequest, *, versions: object, exclude: object, session: str
     ) -> Route:
         return Route(prefill=self.prefill[0], decode=self.decode[0])  # type: ignore[arg-type]
 
@@ -372,7 +372,7 @@ class SecondsPool(NobodyPool):
     served_at = 0.0
     num_asked = 0
 
-    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+    def last_served_at(self, versions: object, *, adapter: str = "") -> float:
         self.num_asked += 1
         return self.served_at
 
@@ -398,7 +398,7 @@ class SometimesDecodePool(OnePairPool):
 
     num_asked = 0
 
-    def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+    def last_served_at(self, versions: object, *, adapter: str = "") -> float:
         self.num_asked += 1
         return -math.inf
 
@@ -679,7 +679,7 @@ async def test_whose_adapter_nobody_ready_holds_waits_no_longer_than_others(make
         def may_serve_adapter(self, digest: str) -> bool:
             return True
 
-        def last_served_at(self, origins: object, *, adapter: str = "") -> float:
+        def last_served_at(self, versions: object, *, adapter: str = "") -> float:
             return -math.inf if adapter else time.monotonic()
 
     queue = make_queue(OthersPool(), wait_s=0.05)

@@ -259,8 +259,8 @@ async def test_when_all_were_finished_only_the_end_is_told(stack, answer) -> Non
     assert [completion.text for completion in kinds[-1].outputs] == [ANSWER_TEXT] * 2
 
 
-def origins_of(outputs) -> set[str]:
-    return {part.origin for output in outputs for part in output.outputs}
+def versions_of(outputs) -> set[str]:
+    return {part.model_version for output in outputs for part in output.outputs}
 
 
 async def change(stack, number, **fields) -> None:
@@ -273,24 +273,26 @@ async def change(stack, number, **fields) -> None:
 
 async def test_an_answer_goes_on_exactly_where_it_came_from(stack, answer) -> None:
     whole = await generate(stack, n=2)
-    (origin,) = origins_of(whole)
-    assert origin
-    resume = [{"index": i, "token_ids": answer[:3], "origin": origin} for i in range(2)]
+    (model_version,) = versions_of(whole)
+    assert model_version
+    resume = [
+        {"index": i, "token_ids": answer[:3], "model_version": model_version} for i in range(2)
+    ]
     outputs = await generate(stack, resume=resume, n=2)
-    assert origins_of(outputs) == {origin}
+    assert versions_of(outputs) == {model_version}
     assert outputs[-1].metrics.determinism == whole[-1].metrics.determinism == "exact"
     # Of a part of the answer nobody knows who computed it.
-    del resume[1]["origin"]
+    del resume[1]["model_version"]
     outputs = await generate(stack, resume=resume, n=2)
     assert outputs[-1].metrics.determinism == "consistent"
-    assert {part.origin for part in parts_of(outputs, 0)} == {origin}
-    (weights,) = {part.origin for part in parts_of(outputs, 1)}
-    assert origin.startswith(f"{weights}-")
+    assert {part.model_version for part in parts_of(outputs, 0)} == {model_version}
+    (weights,) = {part.model_version for part in parts_of(outputs, 1)}
+    assert model_version.startswith(f"{weights}-")
 
 
 async def test_an_answer_that_was_over_is_as_exact_as_it_was(stack, answer) -> None:
-    (origin,) = origins_of(await generate(stack))
-    for fields, determinism in (({"origin": origin}, "exact"), ({}, "consistent")):
+    (model_version,) = versions_of(await generate(stack))
+    for fields, determinism in (({"model_version": model_version}, "exact"), ({}, "consistent")):
         outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer, **fields}])
         assert outputs[-1].metrics.determinism == determinism
 
@@ -298,9 +300,9 @@ async def test_an_answer_that_was_over_is_as_exact_as_it_was(stack, answer) -> N
 async def test_no_other_weights_go_on_with_an_answer(start_stack, answer) -> None:
     """As in the middle of an update: what they would say is the end of another answer."""
     async with start_stack(decode=2) as stack:
-        (origin,) = origins_of(await generate(stack))
+        (model_version,) = versions_of(await generate(stack))
         await change(stack, 1, weights_digest="b" * 64)
-        resume = [{"index": 0, "token_ids": answer[:3], "origin": origin}]
+        resume = [{"index": 0, "token_ids": answer[:3], "model_version": model_version}]
         for _ in range(4):
             outputs = await generate(stack, resume=resume)
             assert tokens_of(outputs) == answer[3:]
@@ -312,22 +314,24 @@ async def test_no_other_weights_go_on_with_an_answer(start_stack, answer) -> Non
             await generate(stack, resume=resume)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         # One completion of two would be another model's.
-        (updated,) = origins_of(await generate(stack)) - {origin}
-        resume.append({"index": 1, "token_ids": answer[:2], "origin": updated})
+        (updated,) = versions_of(await generate(stack)) - {model_version}
+        resume.append({"index": 1, "token_ids": answer[:2], "model_version": updated})
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be resumed here"):
             await generate(stack, resume=resume, n=2)
         # What nothing came of, and what is over, is nobody's any more.
         resume[0]["finished"] = True
-        outputs = await generate(stack, resume=[*resume, {"index": 2, "origin": origin}], n=3)
+        outputs = await generate(
+            stack, resume=[*resume, {"index": 2, "model_version": model_version}], n=3
+        )
         assert tokens_of(outputs, 1) == answer[2:]
         assert sum(len(worker.requests) for worker in stack.workers) > num_before
 
 
 async def test_other_arithmetic_goes_on_but_not_exactly(start_stack, answer) -> None:
     async with start_stack() as stack:
-        (origin,) = origins_of(await generate(stack))
+        (model_version,) = versions_of(await generate(stack))
         await change(stack, 0, numerics_id="another machine")
-        resume = [{"index": 0, "token_ids": answer[:3], "origin": origin}]
+        resume = [{"index": 0, "token_ids": answer[:3], "model_version": model_version}]
         outputs = await generate(stack, resume=resume)
         assert tokens_of(outputs) == answer[3:]
         assert outputs[-1].metrics.determinism == "consistent"
@@ -407,7 +411,11 @@ REFUSED = [
         "resume has 3 tokens of completion 0, max_tokens is 2",
     ),
     ([{"index": 0}], {"seed": None}, "resume needs sampling_params.seed"),
-    ([{"index": 0, "origin": "here"}], {}, "resume.origin is 'here' (4 characters), must be"),
+    (
+        [{"index": 0, "model_version": "here"}],
+        {},
+        "resume.model_version is 'here' (4 characters), must be",
+    ),
     ([{"index": 0}], {"n": 2, "best_of": 3}, "resume is set with best_of"),
     (
         [{"index": 0}],

@@ -14,7 +14,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.runtime import Runtime
 from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.clients.worker_client import WorkerClient
-from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.model_version import UNKNOWN, ModelVersion
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
 from pdserve_router.workers.worker import WorkerState
 from support.crew import ANSWERS, A, B, numbers
@@ -66,7 +66,7 @@ class Pool:
     def start(self, worker: WorkerClient, weights: str, **info: object) -> None:
         fields = {"weights_digest": weights, "started_at_ms": next(numbers), **info}
         worker.info = engine_info(worker.role, vocab_size=300, **fields)
-        worker.origin = Origin.of(worker.info)
+        worker.model_version = ModelVersion.of(worker.info)
         self.set(worker, READY)
 
     def set(self, worker: WorkerClient, state: WorkerState) -> None:
@@ -93,7 +93,7 @@ class Pool:
 
     def has_pair(self, weights: str) -> bool:
         return all(
-            any(w.is_ready and w.origin.weights == weights for w in self.of(role))
+            any(w.is_ready and w.model_version.weights == weights for w in self.of(role))
             for role in (P, D)
         )
 
@@ -101,7 +101,7 @@ class Pool:
         return [
             worker
             for worker in self.workers
-            if worker.role is role and worker.origin.weights.startswith(weights[:16])
+            if worker.role is role and worker.model_version.weights.startswith(weights[:16])
         ]
 
     @property
@@ -238,7 +238,7 @@ async def test_other_arithmetic_is_refused_only_where_all_must_be_exact() -> Non
 
 
 async def test_what_has_begun_goes_on_where_it_began(pool) -> None:
-    old, new = (Origin.of(pool.join(D, weights).info) for weights in (A, B))
+    old, new = (ModelVersion.of(pool.join(D, weights).info) for weights in (A, B))
     rule = pool.weights
     assert rule.name == rule.name_for([]) == rule.name_for([UNKNOWN]) == A[:16]
     assert rule.name_for([new, UNKNOWN]) == B[:16]
@@ -291,7 +291,7 @@ async def test_whatever_happens_weights_change_for_a_reason_and_settle(seed: int
     target = rng.choice((A, B))
     for role in (P, D):
         pool.join(role, target)
-    for worker in [w for w in pool.workers if w.origin.weights != target[:16]]:
+    for worker in [w for w in pool.workers if w.model_version.weights != target[:16]]:
         pool.set(worker, WorkerState.DRAINING)
         pool.leave(worker)
     for worker in pool.workers:

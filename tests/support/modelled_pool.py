@@ -16,7 +16,7 @@ from pdserve_common.runtime import Runtime
 from pdserve_common.types.engine import EngineInfo, KVTransferStats, WorkerRole
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.discovery import Discovery
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.prefix_index import PrefixIndex
 from pdserve_router.workers.routing.route_chooser import RoutingRules
 from pdserve_router.workers.worker import Worker, WorkerState
@@ -117,7 +117,7 @@ class ModelledPool:
         """Its Welcome has come."""
         if worker.info is None or changes:
             worker.info = info_of(worker, **changes)
-            worker.origin = Origin.of(worker.info)
+            worker.model_version = ModelVersion.of(worker.info)
             worker.breaker = CircuitBreaker()
         self.set(worker, WorkerState.READY)
 

@@ -41,27 +41,27 @@ class AttemptOwner(Protocol):
         """A worker cannot go on."""
 
     def on_kv_lost(self, output: EngineCoreOutput) -> None:
-        """D waits for a decision; the output has a `kv_lost`."""
+        """Decode waits for a decision; the output has a `kv_lost`."""
 
     def on_defect(self) -> None:
         """This process is at fault."""
 
 
 class Attempt:
-    """A request, at one attempt, on one route. Both legs get it at once: P computes the prompt and
-    the first token, D pulls the KV blocks and goes on.
+    """A request, at one attempt, on one route. Both legs get it at once: prefill computes the
+    prompt and the first token, decode pulls the KV blocks and goes on.
     """
 
     def __init__(self, request: EngineCoreRequest, route: Route, owner: AttemptOwner) -> None:
         self.request = request
         self.route = route
-        # P stays in here after it handed the request off: it may still hold the blocks.
+        # Prefill stays in here after it handed the request off: it may still hold the blocks.
         self.running: set[Worker] = set()
         # Tokens of this stream before this attempt.
         self.num_tokens_before = owner.state.num_new_tokens
         self._num_known = len(owner.state.token_ids)
         self._owner = owner
-        # D waits for P; neither has said that P handed the request off.
+        # Decode waits for prefill; neither has said that prefill handed the request off.
         self._is_ticket = route.prefill is not None
         # Outputs of decode that wait until prefill has said what only prefill knows.
         self._early: list[EngineCoreOutput] = []
@@ -131,12 +131,12 @@ class Attempt:
         if not self._owner.accept(output, prefill) or not output.finished:
             return
         if has_failed(output) and not self._is_ticket:
-            # D, which decodes, has all of P's work already.
+            # Decode, which generates, has all of prefill's work already.
             self.running.discard(prefill)
         elif has_failed(output):
             self._fail_leg(prefill, output)
         elif output.kv_transfer_params is None:
-            # The first token was the last: D's ticket is void.
+            # The first token was the last: decode's ticket is void.
             self.running.discard(prefill)
             self._owner.on_done(output, outcome="ended_at_prefill")
         else:
@@ -165,13 +165,14 @@ class Attempt:
         elif has_failed(output):
             self._fail_leg(self.route.decode, output)
         else:
-            # D is done, so P has nothing left to do either.
+            # Decode is done, so prefill has nothing left to do either.
             self.running.clear()
             self._owner.on_done(output, outcome="completed")
 
     def _is_early(self, output: EngineCoreOutput) -> bool:
-        """Only P has the logprobs of the prompt and of its first token, which D repeats. What D
-        sends behind tokens that wait for P waits with them, but for a failure that brings none.
+        """Only prefill has the logprobs of the prompt and of its first token, which decode repeats.
+        What decode sends behind tokens that wait for prefill waits with them, but for a failure
+        that brings none.
         """
         has_tokens = bool(output.new_token_ids)
         is_behind = bool(self._early) and not has_failed(output)
@@ -182,8 +183,8 @@ class Attempt:
         return is_first and is_disaggregated and self._owner.state.wants_logprobs
 
     def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
-        """D heard from P that the request ends there. P's own output comes, or came before; if
-        it is another one D was wrong.
+        """Decode heard from prefill that the request ends there. Prefill's own output comes, or
+        came before; if it is another one decode was wrong.
         """
         return self._is_ticket and _is_cancelled(output)
 

@@ -30,7 +30,7 @@ from pdserve_router.requests.records.request_metrics import RequestMetrics, meas
 from pdserve_router.requests.records.request_spans import add_stages
 from pdserve_router.requests.redrive import Recovery
 from pdserve_router.text.parts import OutputPart, join_parts
-from pdserve_router.workers.origin import Origin, joined
+from pdserve_router.workers.model_version import ModelVersion, joined
 from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker
 
@@ -80,8 +80,8 @@ class BeamSearchRequest(LiveRequest):
         assert params.max_tokens is not None, "the input processor fills it in"
         self._params = params
         self.recovery = Recovery()
-        # The origins of every worker that took part in the search.
-        self.origins: set[Origin] = set()
+        # The versions of every worker that took part in the search.
+        self.versions: set[ModelVersion] = set()
         self._route = route
         self._tokenizer = services.tokenizer
         self._parsing = processed.parsing
@@ -106,8 +106,8 @@ class BeamSearchRequest(LiveRequest):
         return self._route
 
     @property
-    def begun_origins(self) -> Set[Origin]:
-        return self.origins if self._search.num_tokens else frozenset()
+    def begun_versions(self) -> Set[ModelVersion]:
+        return self.versions if self._search.num_tokens else frozenset()
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -142,7 +142,7 @@ class BeamSearchRequest(LiveRequest):
         """Ask for the step that was lost again; nothing of it has counted."""
         assert isinstance(route, Route), "of a request that generates"
         if not self._search.num_tokens:
-            self.origins.clear()
+            self.versions.clear()
         self.recovery.begin_attempt()
         self._route = route
         text = "it goes on after %d tokens at %s"
@@ -226,7 +226,7 @@ class BeamSearchRequest(LiveRequest):
             on_output = functools.partial(self._on_output, index)
             self._worker.add_request(request, on_output, self.on_defect)
             self._asked.add(request.request_id)
-        self.origins.add(self._worker.origin)
+        self.versions.add(self._worker.model_version)
 
     def _step_request(self, index: int, beam: Beam, attempt: int) -> EngineCoreRequest:
         return dataclasses.replace(
@@ -351,7 +351,7 @@ class BeamSearchRequest(LiveRequest):
             route_reason=self._route.reason,
             prefill_engine_id="",
             decode_engine_id=self._worker.engine_id,
-            determinism=joined(self.origins).determinism,
+            determinism=joined(self.versions).determinism,
             num_redrives=self.recovery.num_redrives,
         )
 

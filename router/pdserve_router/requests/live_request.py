@@ -16,7 +16,7 @@ from pdserve_router.requests.output.outputs import Ending, RequestOutput, Reques
 from pdserve_router.requests.records.request_metrics import RequestMetrics
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.text.tokenizer import Tokenizer
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.route_chooser import AnyRoute
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LiveRequest(ABC):
         """What is read, if that is one completion."""
         return None
 
-    def share_origin(self) -> Collection[Origin]:
+    def share_version(self) -> Collection[ModelVersion]:
         """Return where the other parts of its call have to come from, and come from there itself
         if it is sent again: vectors are compared, so one call's are of the same weights. Empty: any
         will do.

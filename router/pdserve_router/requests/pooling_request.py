@@ -25,7 +25,7 @@ from pdserve_router.requests.records.request_metrics import RequestMetrics, meas
 from pdserve_router.requests.records.request_spans import add_stages, begin_attempt, end_attempt
 from pdserve_router.requests.redrive import Recovery
 from pdserve_router.workers.clients.legs import failure_of, has_failed
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.route_chooser import AnyRoute
 from pdserve_router.workers.worker import Worker
 
@@ -47,16 +47,16 @@ class PoolingRequest(LiveRequest):
         services: Services,
         span: "Span | None" = None,
         *,
-        origins: Collection[Origin],
+        versions: Collection[ModelVersion],
     ) -> None:
         """`origins` are of the call's parts that are begun: it is pooled by the same weights."""
         super().__init__(processed, services, span)
         self.recovery = Recovery()
         self._route = route
-        self._origins = origins
-        # The origin of the worker that has it, or had it last; a restarted worker may have another
-        # one.
-        self._origin = route.prompt_worker.origin
+        self._versions = versions
+        # The model version of the worker that has it, or had it last; a restarted worker may have
+        # another one.
+        self._version = route.prompt_worker.model_version
         self._timeline = processed.begin_timeline()
         # It has the request.
         self._is_sent = False
@@ -76,8 +76,8 @@ class PoolingRequest(LiveRequest):
         return self._route
 
     @property
-    def begun_origins(self) -> Collection[Origin]:
-        return self._origins
+    def begun_versions(self) -> Collection[ModelVersion]:
+        return self._versions
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -87,9 +87,9 @@ class PoolingRequest(LiveRequest):
     def _worker(self) -> Worker:
         return self._route.prompt_worker
 
-    def share_origin(self) -> Collection[Origin]:
-        self._origins = self._origins or (self._origin,)
-        return self._origins
+    def share_version(self) -> Collection[ModelVersion]:
+        self._versions = self._versions or (self._version,)
+        return self._versions
 
     def start(self) -> None:
         self._timeline.dispatched_ns = self._runtime.now_ns()
@@ -113,7 +113,7 @@ class PoolingRequest(LiveRequest):
 
     def measure(self) -> RequestMetrics:
         """Return where its time went so far; the vector counts as the first token."""
-        origin = self._worker.origin.with_adapter(self.core_request.lora_request)
+        model_version = self._worker.model_version.with_adapter(self.core_request.lora_request)
         return measure(
             self._timeline,
             num_tokens=1,
@@ -123,7 +123,7 @@ class PoolingRequest(LiveRequest):
             route_reason=self._route.reason,
             prefill_engine_id=self._worker.engine_id,
             decode_engine_id="",
-            determinism=origin.determinism,
+            determinism=model_version.determinism,
             num_redrives=self.recovery.num_redrives,
         )
 
@@ -147,7 +147,7 @@ class PoolingRequest(LiveRequest):
 
     def _send(self, request: EngineCoreRequest) -> None:
         worker = self._worker
-        self._origin = worker.origin
+        self._version = worker.model_version
         if self.span is not None:
             now_ns = self._runtime.now_ns()
             span = begin_attempt(self.span, request, self._route, num_tokens=0, now_ns=now_ns)

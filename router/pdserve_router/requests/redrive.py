@@ -36,7 +36,7 @@ from pdserve_router.requests.poison_requests import (
     is_to_be_judged,
     num_deaths,
 )
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.prefix_index import num_known_tokens
 from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker, WorkerState
@@ -44,7 +44,7 @@ from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-# D computes so few tokens itself: less than the way over a prefill worker costs.
+# Decode computes so few tokens itself: less than the way over a prefill worker costs.
 SMALL_NUM_TOKENS = 512
 # A worker that failed a request gets it again no sooner, and only if there is no other. Twice as
 # long for each attempt in a row that brought no token, up to sixteen times.
@@ -106,7 +106,7 @@ class Recovery:
     lost_at: float = 0.0
     # For metrics.
     reason: str = ""
-    # D, if it may hold blocks of the request, and the tokens whose KV it has said it holds.
+    # Decode, if it may hold blocks of the request, and the tokens whose KV it has said it holds.
     holder: Worker | None = None
     num_confirmed_tokens: int = 0
     # Who failed earlier attempts, and when they may get it again.
@@ -142,7 +142,7 @@ class Recovery:
     @property
     def blamed(self) -> frozenset[Worker]:
         """Who failed the lost attempt: whoever said so of itself. A handoff that failed between two
-        workers that live is put down to P, as D can do without it.
+        workers that live is put down to prefill, as decode can do without it.
         """
         assert self.route is not None
         own = {worker for worker, error in self.errors.items() if error.code not in KV_ERRORS}
@@ -165,7 +165,7 @@ class Recovery:
 
     @property
     def good_holder(self) -> Worker | None:
-        """D, if it may hold blocks of the request and can go on with it."""
+        """Decode, if it may hold blocks of the request and can go on with it."""
         holder = self.holder
         is_good = holder is not None and holder.is_ready and holder not in self.failed
         return holder if is_good else None
@@ -193,7 +193,7 @@ class Recovery:
         self._num_idle = 0
         self._num_since_overload += num_new
         if self._num_since_overload >= CLEARING_TOKENS:
-            # They may come when D has said already that it has no room.
+            # They may come when decode has said already that it has no room.
             self.overloaded_at = self.lost_at if self.is_overloaded else None
         self._num_since_death += num_new
         if self._num_since_death >= CLEARING_TOKENS:
@@ -232,7 +232,7 @@ class Redrive(Protocol):
     session: str
 
     @property
-    def begun_origins(self) -> Collection[Origin]:
+    def begun_versions(self) -> Collection[ModelVersion]:
         """Of the workers that its answer has come from so far; none if nothing has come."""
 
     @property
@@ -263,9 +263,9 @@ class RedriveQueue:
 
     They go ahead of new work, so they are let onto a worker only a few at a time: those that have
     not brought a token since are one request, or hold at most one step's tokens, or a quarter of
-    those that wait there, of which this router takes its share. So others lose a quarter of P at
-    most when a D dies with many long contexts. A request waits for a worker until its deadline,
-    unless nobody has been ready for `wait_s` of those that could go on with it.
+    those that wait there, of which this router takes its share. So others lose a quarter of prefill
+    at most when a decode worker dies with many long contexts. A request waits for a worker until
+    its deadline, unless nobody has been ready for `wait_s` of those that could go on with it.
     """
 
     def __init__(
@@ -466,12 +466,12 @@ class RedriveQueue:
         if is_to_be_judged(recovery) or (recovery.is_tried_alone and self._tried is not None):
             return False
         # Without anybody who could end it, making the next attempt of each takes long for
-        # nothing. But D may have left the list and still hold the blocks of what runs there.
+        # nothing. But decode may have left the list and still hold the blocks of what runs there.
         if is_unanswered and not _is_nearly_computed(waiting.redrive):
             self._wait_or_give_up(waiting, now)
             return False
         # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
-        # D holds blocks of it does not hold for long, and it needs nobody's queue.
+        # decode holds blocks of it does not hold for long, and it needs nobody's queue.
         if is_blocked and not _is_nearly_computed(waiting.redrive):
             return True
         return not self._try(waiting, now)
@@ -530,7 +530,7 @@ class RedriveQueue:
         if waiting.no_worker_since is None:
             waiting.no_worker_since = now
         served_at = self.pool.last_served_at(
-            waiting.redrive.begun_origins, adapter=lora.digest if lora is not None else ""
+            waiting.redrive.begun_versions, adapter=lora.digest if lora is not None else ""
         )
         if now - max(waiting.no_worker_since, served_at) >= self._wait_s:
             self._give_up(waiting.redrive)
@@ -557,7 +557,7 @@ class RedriveQueue:
                     return None
                 raise
         if busy and route.reason in _DOWNGRADES:
-            # D must not get what P has no room for.
+            # Decode must not get what prefill has no room for.
             return None
         return route if self._has_room(*_load_of(recovery, request, route)) else None
 
@@ -567,7 +567,7 @@ class RedriveQueue:
         """Let the pool choose among those that have not failed the request, if there are any."""
         recovery = redrive.recovery
         route = partial(
-            self.pool.route, request, origins=redrive.begun_origins, session=redrive.session
+            self.pool.route, request, versions=redrive.begun_versions, session=redrive.session
         )
         if (holder := recovery.good_holder) is not None:
             with contextlib.suppress(NoWorkerError, OverloadedError):
@@ -595,7 +595,7 @@ class RedriveQueue:
 
 
 def _is_nearly_computed(redrive: Redrive) -> bool:
-    """True if D holds blocks of it and can soon compute what is missing."""
+    """True if decode holds blocks of it and can soon compute what is missing."""
     recovery = redrive.recovery
     # The prompt first: making the next attempt takes long.
     if (
@@ -607,12 +607,14 @@ def _is_nearly_computed(redrive: Redrive) -> bool:
 
 
 def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:
-    """Tokens whose KV the D that holds blocks does not have."""
+    """Tokens whose KV the decode worker that holds blocks does not have."""
     return max(0, num_known_tokens(request) - recovery.num_confirmed_tokens)
 
 
 def _load_of(recovery: Recovery, request: EngineCoreRequest, route: AnyRoute) -> tuple[Worker, int]:
-    """Return who computes tokens on that route, and how many. P has none of what D holds."""
+    """Return who computes tokens on that route, and how many. Prefill has none of what decode
+    holds.
+    """
     worker = route.prompt_worker
     is_holder = worker is recovery.holder
     num_tokens = _num_missing(recovery, request) if is_holder else num_known_tokens(request)

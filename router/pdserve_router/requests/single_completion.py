@@ -35,7 +35,7 @@ from pdserve_router.requests.records.request_events import RequestEvents
 from pdserve_router.requests.records.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.requests.records.request_spans import add_stages
 from pdserve_router.requests.redrive import Recovery
-from pdserve_router.workers.origin import Origin, joined
+from pdserve_router.workers.model_version import ModelVersion, joined
 from pdserve_router.workers.routing.route_chooser import AnyRoute, Route
 from pdserve_router.workers.worker import Worker
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# When P is lost D mostly knows more: what it has, or that it has all. This is how long we wait for
-# its report; nothing depends on whether it comes in time.
+# When prefill is lost decode mostly knows more: what it has, or that it has all. This is how long
+# we wait for its report; nothing depends on whether it comes in time.
 _VERDICT_S = 0.25
 
 
@@ -84,15 +84,15 @@ class SingleCompletion(LiveRequest):
         self._params = params
         self.recovery = Recovery()
         # Of every worker that took part in the answer, also before it was resumed.
-        self.origins: set[Origin] = set()
+        self.versions: set[ModelVersion] = set()
         if resumed is not None and resumed.is_begun:
-            self.origins.add(resumed.origin)
+            self.versions.add(resumed.model_version)
         self._siblings = siblings if siblings is not None else (self,)
         self._attempt = Attempt(self._at_attempt(0), route, self)
         # Tokens that `recovery` knows of.
         self._num_noted = len(self.state.token_ids)
         self._prefill_stats: PrefillStats | None = None
-        # The same as D tells them, where D is faster than P.
+        # The same as decode tells them, where decode is faster than prefill.
         self._told_prefill_stats: PrefillStats | None = None
         # By whether they are from the prediction: tokens, and those that count.
         self._num_drafts = {True: [0, 0], False: [0, 0]}
@@ -118,9 +118,9 @@ class SingleCompletion(LiveRequest):
         return bool(self.state.token_ids) and self.state.resumed_end is None
 
     @property
-    def begun_origins(self) -> set[Origin]:
-        begun = (each.origins for each in self._siblings if each.has_begun)
-        return {origin for origins in begun for origin in origins}
+    def begun_versions(self) -> set[ModelVersion]:
+        begun = (each.versions for each in self._siblings if each.has_begun)
+        return {model_version for versions in begun for model_version in versions}
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -149,7 +149,7 @@ class SingleCompletion(LiveRequest):
         assert isinstance(route, Route), "of a request that generates"
         if not self.state.token_ids:
             # Nothing of the answer is theirs.
-            self.origins.clear()
+            self.versions.clear()
         lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
         self._count_handoff(lost, self._outcome)
         if self.span is not None:
@@ -206,7 +206,7 @@ class SingleCompletion(LiveRequest):
             self._lose(worker, error, reason=error.code.name.lower())
 
     def on_kv_lost(self, output: EngineCoreOutput) -> None:
-        """D holds what it has until it is told how to go on (rule K6)."""
+        """Decode holds what it has until it is told how to go on (rule K6)."""
         lost = output.kv_lost
         assert lost is not None
         self._take_stats(output, self.route.decode)
@@ -235,8 +235,8 @@ class SingleCompletion(LiveRequest):
 
     def _send(self) -> None:
         lora = self.core_request.lora_request
-        self.origins.update(each.origin.with_adapter(lora) for each in self.route.workers)
-        self.state.collector.origin = str(joined(self.origins))
+        self.versions.update(each.model_version.with_adapter(lora) for each in self.route.workers)
+        self.state.collector.model_version = str(joined(self.versions))
         if self.span is not None:
             self._attempt.begin_span(self.span, self._runtime.now_ns())
         self._attempt.send()
@@ -270,13 +270,13 @@ class SingleCompletion(LiveRequest):
         if self not in self._redrives:
             self._redrives.on_token(self)
         elif worker is self.route.decode and worker not in self.recovery.errors:
-            # D had everything from the P that was lost.
+            # Decode had everything from the prefill worker that was lost.
             self._redrives.discard(self)
             self.recovery.forget()
 
     def _is_settled(self, worker: Worker) -> bool:
-        """From now on a token changes nothing but the answer: D goes on alone, what the stages of
-        the first two took is known, and no worker is lost.
+        """From now on a token changes nothing but the answer: decode goes on alone, what the stages
+        of the first two took is known, and no worker is lost.
         """
         has_stages = self.state.num_new_tokens >= 2 and self._prefill_stats is not None
         return has_stages and worker is self.route.decode and self not in self._redrives
@@ -385,7 +385,7 @@ class SingleCompletion(LiveRequest):
             route_reason=self.route.reason,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",
             decode_engine_id=decode.engine_id,
-            determinism=joined(o for each in completions for o in each.origins).determinism,
+            determinism=joined(o for each in completions for o in each.versions).determinism,
             num_redrives=sum(each.recovery.num_redrives for each in completions),
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pdserve_common.runtime import Runtime
 from pdserve_common.types.engine import WorkerRole
 from pdserve_router.workers.model_limits import answering_role
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -114,21 +114,21 @@ class ServedWeights:
         if self._timer is not None:
             self._timer.cancel()
 
-    def name_of(self, origin: Origin) -> str:
+    def name_of(self, model_version: ModelVersion) -> str:
         """Return which set it is; empty for what can be in none."""
         if not self._require_exact:
-            return origin.weights
-        return origin.model if origin.numerics else ""
+            return model_version.weights
+        return model_version.model if model_version.numerics else ""
 
     def serves(self, worker: Worker) -> bool:
         """True if it may take new requests as far as its weights go."""
-        return bool(self.name) and self.name_of(worker.origin) == self.name
+        return bool(self.name) and self.name_of(worker.model_version) == self.name
 
-    def name_for(self, origins: Iterable[Origin]) -> str:
+    def name_for(self, versions: Iterable[ModelVersion]) -> str:
         """Return which set may go on with an answer that comes from `origins`; empty: none may. One
         that nothing is known of is like a new request.
         """
-        names = {self.name_of(origin) for origin in origins if origin.weights}
+        names = {self.name_of(model_version) for model_version in versions if model_version.weights}
         if not names:
             return self.name
         return names.pop() if len(names) == 1 else ""
@@ -139,7 +139,7 @@ class ServedWeights:
 
     def note(self, worker: Worker, *, is_listed: bool) -> None:
         """Take a worker as it is now."""
-        name = self.name_of(worker.origin) if is_listed and worker.is_ready else ""
+        name = self.name_of(worker.model_version) if is_listed and worker.is_ready else ""
         if name != self._names.get(worker, ""):
             self._move(worker, name)
         if is_listed:
@@ -249,7 +249,7 @@ class ServedWeights:
                 "worker %s at %s has weights %s, weights %s serve: it gets no new requests%s",
                 worker.engine_id,
                 worker.address,
-                self.name_of(worker.origin) or worker.origin,
+                self.name_of(worker.model_version) or worker.model_version,
                 self.name,
                 ", as --require-determinism is exact" if self._require_exact else "",
             )

@@ -14,7 +14,7 @@ from pdserve_common.types.engine import (
 )
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.clients.listeners import OutputCallback, TokenCallback, no_token
-from pdserve_router.workers.origin import UNKNOWN
+from pdserve_router.workers.model_version import UNKNOWN
 
 
 class WorkerState(enum.Enum):
@@ -41,8 +41,8 @@ class Worker(ABC):
         self.role = role
         self.state = WorkerState.CONNECTING
         self.info: EngineInfo | None = None
-        # The origin of what it computes; unknown until it was attached once.
-        self.origin = UNKNOWN
+        # The model version of what it computes; unknown until it was attached once.
+        self.model_version = UNKNOWN
         # Digests of the adapters that its processes had before it started again, and that it has
         # not got back.
         self.forgotten: frozenset[str] = frozenset()

@@ -19,7 +19,7 @@ from pdserve_router.workers.clients.held_tensors import DEFAULT_MAX_BYTES, HeldT
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
 from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.pairs import SETTLE_S, Pairs
 from pdserve_router.workers.routing.prefix_index import PrefixIndex
 from pdserve_router.workers.routing.route_chooser import AnyRoute, RouteChooser, RoutingRules
@@ -220,7 +220,7 @@ class WorkerPool:
         self,
         request: EngineCoreRequest,
         *,
-        origins: Collection[Origin] = (),
+        versions: Collection[ModelVersion] = (),
         exclude: AbstractSet[Worker] = frozenset(),
         decode: Worker | None = None,
         session: str = "",
@@ -234,9 +234,9 @@ class WorkerPool:
         worker) or, where disaggregation is required, no other pair; OverloadedError if there it
         would have to wait too long.
         """
-        if not self._available(origins):
-            self._raise_no_worker(origins)
-        name = self._weights.name_for(origins)
+        if not self._available(versions):
+            self._raise_no_worker(versions)
+        name = self._weights.name_for(versions)
         if request.lora_request is not None:
             name = name_with_adapter(name, request.lora_request.digest)
         return self._chooser.choose(
@@ -275,14 +275,14 @@ class WorkerPool:
         """Return those that it is proven to work with."""
         return self._table.paired_with(worker, self._weights.name).items
 
-    def last_served_at(self, origins: Collection[Origin], *, adapter: str = "") -> float:
+    def last_served_at(self, versions: Collection[ModelVersion], *, adapter: str = "") -> float:
         """Return when (by the clock) a listed worker was last ready that could go on with an
-        answer of these origins, or take a request whose answer has not begun: now if one is. One
+        answer of these versions, or take a request whose answer has not begun: now if one is. One
         that has never been attached counts from when it was listed, as it may be the next. With
         the digest of an `adapter` only those count that hold it, or held it when they were lost.
         """
         now = self._clock()
-        name = self._weights.name_for(origins) if origins else ""
+        name = self._weights.name_for(versions) if versions else ""
 
         def last(role: WorkerRole) -> float:
             if self._has_ready(role, name, adapter):
@@ -317,7 +317,7 @@ class WorkerPool:
             return False
         if adapter and adapter not in worker.info.adapter_digests:
             return True
-        return bool(name) and self._weights.name_of(worker.origin) != name
+        return bool(name) and self._weights.name_of(worker.model_version) != name
 
     def report_transfer(self, prefill: Worker, decode: Worker, stats: KVTransferStats) -> None:
         """A pair did its handoff: the KV came."""
@@ -343,7 +343,7 @@ class WorkerPool:
 
     def _is_last(self, worker: Worker) -> bool:
         """True if no other worker of its role and weights is ready and not left out."""
-        name = self._weights.name_of(worker.origin)
+        name = self._weights.name_of(worker.model_version)
         working = self._table.workers(worker.role, name)
         return len(working) == (worker in working)
 
@@ -357,12 +357,12 @@ class WorkerPool:
                 worker.breaker.close()
                 self._note_breaker(worker)
 
-    def _available(self, origins: Collection[Origin] = ()) -> Collection[Worker]:
+    def _available(self, versions: Collection[ModelVersion] = ()) -> Collection[Worker]:
         """Return those that are ready to end a new request, or to go on with such an answer."""
-        return self._weights.ready(self._weights.role, self._weights.name_for(origins))
+        return self._weights.ready(self._weights.role, self._weights.name_for(versions))
 
-    def _raise_no_worker(self, origins: Collection[Origin]) -> NoReturn:
-        if not any(origin.weights for origin in origins):
+    def _raise_no_worker(self, versions: Collection[ModelVersion]) -> NoReturn:
+        if not any(model_version.weights for model_version in versions):
             self.model_limits()
         if self.answering_role is WorkerRole.PREFILL:
             raise NoWorkerError(
@@ -496,7 +496,9 @@ class WorkerPool:
             self._gone_since.pop(worker, None)
         is_distinct = is_listed and worker not in self._duplicates
         self._weights.note(worker, is_listed=is_distinct)
-        name = self._weights.name_of(worker.origin) if is_distinct and worker.is_ready else ""
+        name = (
+            self._weights.name_of(worker.model_version) if is_distinct and worker.is_ready else ""
+        )
         self.shared_limits.set(worker, name)
         self._note_breaker(worker)
         if self._rules.disaggregation:
@@ -514,7 +516,7 @@ class WorkerPool:
 
     def _names_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the names in the table of a worker that has been attached."""
-        name = self._weights.name_of(worker.origin)
+        name = self._weights.name_of(worker.model_version)
         digests = worker.info.adapter_digests if worker.info is not None else ()
         return name, *(name_with_adapter(name, digest) for digest in digests)
 

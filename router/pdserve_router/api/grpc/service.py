@@ -47,7 +47,7 @@ from pdserve_router.requests.records.request_log import note_request_id
 from pdserve_router.requests.tenants.tenant import session_id, tenant_var
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -177,7 +177,7 @@ class InferenceService:
         while True:
             await collector.wait()
             if last is not None and (new := collector.take_text()) is not None:
-                _set_text(last.output.outputs[0], *new, origin=collector.origin)
+                _set_text(last.output.outputs[0], *new, model_version=collector.model_version)
                 yield last
                 continue
             output = collector.take()
@@ -247,11 +247,11 @@ def _is_text_alone(output: RequestOutput) -> bool:
 
 
 def _set_text(
-    message: pb2.CompletionOutput, text: str, token_ids: Sequence[int], *, origin: str
+    message: pb2.CompletionOutput, text: str, token_ids: Sequence[int], *, model_version: str
 ) -> None:
     message.text = text
     message.token_ids[:] = token_ids
-    message.origin = origin
+    message.model_version = model_version
 
 
 async def _cut(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
@@ -392,7 +392,7 @@ def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
         index=message.index,
         token_ids=tuple(message.token_ids),
         is_finished=message.finished,
-        origin=Origin.parse(message.origin),
+        model_version=ModelVersion.parse(message.model_version),
     )
 
 
@@ -446,7 +446,7 @@ def _completion_to_proto(
         index=completion.index,
         text=completion.text,
         token_ids=completion.token_ids,
-        origin=completion.origin,
+        model_version=completion.model_version,
     )
     add_parts(message, completion.parts)
     for event in completion.events:

@@ -215,8 +215,8 @@ class RequestState:
     def _logprobs_of(
         self, token_ids: Sequence[int], output: EngineCoreOutput
     ) -> LogprobsLists | None:
-        """Return the logprobs of an output's last tokens, the new ones. For the token of P that it
-        repeats D has none, or an empty position.
+        """Return the logprobs of an output's last tokens, the new ones. For the token of prefill
+        that it repeats decode has none, or an empty position.
         """
         if self._params.logprobs is None:
             return None

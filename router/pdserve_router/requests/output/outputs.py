@@ -32,8 +32,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: EngineError | None = None
-    # The origin of the tokens so far.
-    origin: str = ""
+    # The model version of the tokens so far.
+    model_version: str = ""
     # With the finish reason, if asked for.
     events: tuple[RequestEvent, ...] = ()
 
@@ -146,8 +146,8 @@ class RequestOutputCollector:
         "_wake",
         "has_output",
         "is_awaited",
+        "model_version",
         "on_text",
-        "origin",
     )
 
     def __init__(
@@ -179,7 +179,7 @@ class RequestOutputCollector:
         self.on_text: Callable[[], None] = self.wake
         self.has_output = False
         # What is told of where the tokens come from.
-        self.origin = ""
+        self.model_version = ""
 
     def resume(
         self, parts: Iterable[OutputPart], token_ids: Sequence[int], *, has_logprobs: bool
@@ -273,7 +273,7 @@ class RequestOutputCollector:
             token_ids=tuple(self._token_ids),
             logprobs=logprobs,
             cumulative_logprob=self._cumulative_logprob,
-            origin=self.origin,
+            model_version=self.model_version,
         )
         output = RequestOutput(
             request_id=self._request.external_req_id or self._request.request_id,

@@ -9,7 +9,7 @@ from pdserve_common.types.capabilities import adapter_not_held
 from pdserve_common.types.lora import LoRARequest
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.input.request_limits import MAX_RESUMED_TOKENS
-from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.model_version import UNKNOWN, ModelVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class ResumedCompletion:
     index: int
     token_ids: tuple[int, ...] = ()
     is_finished: bool = False
-    origin: Origin = UNKNOWN
+    model_version: ModelVersion = UNKNOWN
 
     @property
     def is_begun(self) -> bool:
@@ -34,13 +34,17 @@ def begun_adapter(
     has not begun, or without one. `name` is what the request names, empty for none. Raises
     InvalidRequestError if it was begun with another one, AdapterNotHeldError if that is gone.
     """
-    known = {each.origin.adapter for each in resume if each.token_ids and each.origin.weights}
+    known = {
+        each.model_version.adapter
+        for each in resume
+        if each.token_ids and each.model_version.weights
+    }
     if not known:
         return None
     begun = max(known)
     if len(known) > 1 or bool(begun) is not bool(name):
         raise InvalidRequestError(
-            f"lora_name is {name[:256]!r}, resume.origin has the adapter {begun or 'none'}",
+            f"lora_name is {name[:256]!r}, resume.model_version has the adapter {begun or 'none'}",
             field="lora_name",
         )
     if not begun:

@@ -52,7 +52,7 @@ from pdserve_router.workers.clients.listeners import (
     no_token,
 )
 from pdserve_router.workers.clients.tensor_client import TensorClient
-from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.model_version import ModelVersion
 from pdserve_router.workers.routing.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.routing.prefix_index import PrefixIndex
 from pdserve_router.workers.worker import Worker, WorkerState
@@ -320,7 +320,7 @@ class WorkerClient(Worker):
             # It may end again before it was given all of them.
             self.forgotten = (before | self.forgotten) - info.adapter_digests
         self.info = info
-        self.origin = Origin.of(info)
+        self.model_version = ModelVersion.of(info)
         self.state = self._held_state if is_same and was_held else WorkerState.READY
         logger.info(
             "%s worker %s at %s is %s, epoch %s, %d requests adopted",

@@ -17,7 +17,7 @@ _FORM = re.compile(r"([0-9a-f]{16})(?:-([0-9a-f]{16}))?(?:\.([0-9a-f]{16}))?")
 ADAPTER_CHARS = 16
 
 
-class Origin(NamedTuple):
+class ModelVersion(NamedTuple):
     """What an answer depends on, as digests; an unknown one is empty."""
 
     # The digest of the weights, and of what else makes another model: how EngineInfo.weights_digest
@@ -29,24 +29,24 @@ class Origin(NamedTuple):
     adapter: str = ""
 
     @classmethod
-    def of(cls, info: EngineInfo) -> "Origin":
+    def of(cls, info: EngineInfo) -> "ModelVersion":
         is_exact = info.determinism == "exact"
         return cls(info.weights_digest[:16], _digest(info.numerics_id) if is_exact else "")
 
     @classmethod
-    def parse(cls, text: str) -> "Origin":
+    def parse(cls, text: str) -> "ModelVersion":
         """Return what `str` has told a client. Raises InvalidRequestError."""
         if not text:
             return UNKNOWN
         if (match := _FORM.fullmatch(text)) is None:
             raise InvalidRequestError(
-                f"resume.origin is {text[:64]!r} ({len(text)} characters), must be as the broken "
-                "answer told it, 16 to 50 characters",
-                field="resume.origin",
+                f"resume.model_version is {text[:64]!r} ({len(text)} characters), must be as the "
+                "broken answer told it, 16 to 50 characters",
+                field="resume.model_version",
             )
         return cls(match[1], match[2] or "", match[3] or "")
 
-    def with_adapter(self, lora: LoRARequest | None) -> "Origin":
+    def with_adapter(self, lora: LoRARequest | None) -> "ModelVersion":
         """Return that of a worker's answer to a request with this adapter."""
         return self if lora is None else self._replace(adapter=lora.digest[:ADAPTER_CHARS])
 
@@ -64,18 +64,18 @@ class Origin(NamedTuple):
         return "exact" if self.numerics else "consistent"
 
 
-UNKNOWN = Origin()
+UNKNOWN = ModelVersion()
 
 
-def joined(origins: Iterable[Origin]) -> Origin:
-    """Return the origin of an answer that several workers, all of the same weights as far as they
-    are known, have part in, with the request's one adapter.
+def joined(versions: Iterable[ModelVersion]) -> ModelVersion:
+    """Return the model version of an answer that several workers, all of the same weights as far as
+    they are known, have part in, with the request's one adapter.
     """
-    parts = set(origins)
+    parts = set(versions)
     weights = max((part.weights for part in parts), default="")
     numerics = {part.numerics for part in parts}
     adapter = max((part.adapter for part in parts), default="")
-    return Origin(weights, numerics.pop() if len(numerics) == 1 else "", adapter)
+    return ModelVersion(weights, numerics.pop() if len(numerics) == 1 else "", adapter)
 
 
 def _digest(text: str) -> str:
