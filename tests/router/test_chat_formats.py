@@ -357,6 +357,38 @@ def test_what_parameters_of_alternatives_cost_is_bounded() -> None:
     assert work_of(lambda: parse("qwen3_coder", text, tools={"f": schema})).num_calls < 10_000_000
 
 
+HALF = '{"name": "f", "arguments": "{\\"x\\": \\"\\ud800\\"}"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("hermes", f"<tool_call>\n{HALF}\n</tool_call>", "\ud800"),
+        ("mistral", f"[TOOL_CALLS]{HALF}", "\ud800"),
+        ("llama3_json", HALF, "\ud800"),
+        ("qwen3_coder", r"<function=f><parameter=x>['\ud800']</parameter></function>", ["\ud800"]),
+    ],
+)
+def test_half_of_a_surrogate_pair_stays_an_escape(name, text, value) -> None:
+    schema = {"type": "array" if isinstance(value, list) else "string"}
+    (call,) = parse(name, text, tools={"f": {"properties": {"x": schema}}})
+    call.arguments.encode()
+    assert json.loads(call.arguments) == {"x": value}
+
+
+def test_what_patterns_of_names_cost_is_bounded() -> None:
+    """2 KB took 12 s: each step of a match went through all characters of a class."""
+    chars = "".join(map(chr, range(0x100, 0x100 + 2 * 990, 2)))
+    costly = {"patternProperties": {f"[{chars}]{{39}}$": INTEGER}}
+    many = {"patternProperties": {f"^{n}_": INTEGER for n in range(4000)}}
+    names = [chars[-1] * (255 - n) + chars[-2] + chars[-1] * n for n in range(40)]
+    for schema, said in ((costly, names), (many, [f"x{n}" for n in range(500)])):
+        value = json.dumps(dict.fromkeys(said, 1), ensure_ascii=False)
+        tools = {"f": {"properties": {"x": {"type": ["object", "string"], **schema}}}}
+        text = f"<function=f><parameter=x>{value}</parameter></function>"
+        assert work_of(lambda t=text, u=tools: parse("qwen3_coder", t, tools=u)).num_calls < 500_000
+
+
 PATTERNED = {"patternProperties": {"^s_": STRING, "^[ns]_[0-9]": {"type": ["integer", "string"]}}}
 
 

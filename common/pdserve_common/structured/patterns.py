@@ -475,4 +475,6 @@ class _Steps:
         return ends
 
     def _is_in(self, at: int, node: Chars) -> bool:
-        return any(low <= self._codes[at] <= high for low, high in node.ranges)
+        code = self._codes[at]
+        index = bisect.bisect_right(node.ranges, (code, _LAST)) - 1
+        return index >= 0 and code <= node.ranges[index][1]

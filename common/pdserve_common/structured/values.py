@@ -32,7 +32,8 @@ _MAX_DEPTH = 64
 # Of a name that is matched with patterns, and of a match.
 _MAX_NAME_CHARS = 256
 _MAX_MATCH_STEPS = 10_000
-_STEPS_PER_LOOK = 4
+# And of all matches of a document, some 30 ms.
+_MAX_STEPS = 25_000
 # Python makes no integer of more.
 _MAX_DIGITS = 4300
 _TYPE_NAMES: Mapping[type, str] = {
@@ -104,6 +105,7 @@ class _Known:
 
     document: Document
     num_looks: int = _MAX_LOOKS
+    num_steps: int = _MAX_STEPS
     num_checks: int = _MAX_CHECKS
     targets: dict[str, Json] = dataclasses.field(default_factory=dict)
     facts: dict[int, _Facts] = dataclasses.field(default_factory=dict)
@@ -112,6 +114,8 @@ class _Known:
     trees: dict[str, patterns.Node | None] = dataclasses.field(default_factory=dict)
     # Schemas that are made here: no other may have the identity of one.
     made: list[Json] = dataclasses.field(default_factory=list)
+    # What any of an object's patterns says, by the object that has them.
+    any_pattern: dict[int, Json] = dataclasses.field(default_factory=dict)
 
 
 class Values:
@@ -282,7 +286,12 @@ class Values:
         properties = _mapping(schema, "properties")
         said = [] if name is None or name not in properties else [properties[name]]
         may_be = []
-        for pattern, part in _mapping(schema, "patternProperties").items():
+        by_pattern = _mapping(schema, "patternProperties")
+        if by_pattern and self._known.num_steps <= 0:
+            # Whichever they match: all that any of them says.
+            may_be = [self._any_pattern(by_pattern)]
+            by_pattern = {}
+        for pattern, part in by_pattern.items():
             is_match = self._is_match(pattern, name)
             if is_match is None:
                 may_be.append(part)
@@ -293,13 +302,20 @@ class Values:
         others = schema.get("additionalProperties", others)
         return _any_of(may_be if others is False else [*may_be, others])
 
+    def _any_pattern(self, by_pattern: Mapping[str, Json]) -> Json:
+        key = id(by_pattern)
+        if key not in self._known.any_pattern:
+            self._known.any_pattern[key] = {"anyOf": list(by_pattern.values())}
+        return self._known.any_pattern[key]
+
     def _is_match(self, pattern: str, name: str | None) -> bool | None:
         """Return whether a pattern is found in a name; None: who knows."""
-        if name is None or len(name) > _MAX_NAME_CHARS or self._known.num_looks <= 0:
+        self._known.num_steps -= 1
+        if name is None or len(name) > _MAX_NAME_CHARS or self._known.num_steps <= 0:
             return None
         known = self._known.trees
         if pattern not in known:
-            self._known.num_looks -= len(pattern)
+            self._known.num_steps -= len(pattern)
             try:
                 known[pattern] = patterns.found_in(patterns.parse(pattern))
             except patterns.PatternError:
@@ -308,7 +324,7 @@ class Values:
         if tree is None:
             return None
         is_match, num_steps = patterns.match(tree, name, max_steps=_MAX_MATCH_STEPS)
-        self._known.num_looks -= num_steps // _STEPS_PER_LOOK
+        self._known.num_steps -= num_steps
         return is_match
 
     def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:

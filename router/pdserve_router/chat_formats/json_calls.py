@@ -1,7 +1,13 @@
 """Calls as JSON objects: {"name": ..., "arguments": {...}}."""
 
 from pdserve_router.chat_formats.base import Answer
-from pdserve_router.chat_formats.reader import MAX_READ_AGAIN, Reader, Steps, is_json
+from pdserve_router.chat_formats.reader import (
+    MAX_READ_AGAIN,
+    Reader,
+    Steps,
+    escape_halves,
+    is_json,
+)
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -111,7 +117,7 @@ def _read_arguments(reader: Reader, call: _Call) -> Steps[bool]:
     text = yield from reader.json_string()
     if text is None or not _is_object(text):
         return False
-    call.arguments(text.strip())
+    call.arguments(escape_halves(text.strip()))
     return True
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pdserve_common.structured.tags import MAX_WHITESPACE
 from pdserve_common.structured.values import Values, type_of
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.reader import Reader, Steps, is_json
+from pdserve_router.chat_formats.reader import Reader, Steps, escape_halves, is_json
 from pdserve_router.chat_formats.tags import CallRules, Tag, calls
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -267,4 +267,4 @@ def _unescaped(match: "re.Match[str]") -> str:
 
 
 def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return escape_halves(json.dumps(text, ensure_ascii=False))

@@ -12,6 +12,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 Emit = Callable[[str], object]
 
+_HALF = re.compile("[\ud800-\udfff]")
 # A function's name.
 _WORD = re.compile(r"""[^\s\[\]{}<>"`]*""")
 MAX_WORD_CHARS = 256
@@ -266,6 +267,11 @@ def _slices(text: str) -> list[str]:
 @functools.cache
 def _any_of(markers: tuple[str, ...]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")
+
+
+def escape_halves(text: str) -> str:
+    """Return JSON without halves of surrogate pairs as themselves, which no encoding has."""
+    return _HALF.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def is_json(text: str) -> bool:
