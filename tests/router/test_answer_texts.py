@@ -78,6 +78,14 @@ async def test_prompt_and_answer_are_what_transformers_decodes_of_both(
             assert as_whole == text
 
 
+@pytest.mark.parametrize("text", ["\ufffd\ufffd😀 ok", "\ufffd\ufffd한국어 ok", "\ufffd" * 9 + "é"])
+def test_replacement_characters_that_an_answer_says_are_its_own(pair: Pair, text: str) -> None:
+    tokenizer, reference = pair
+    answer = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    detokenizer = detokenizer_of(tokenizer, [], skip_special_tokens=False)
+    assert text_of(detokenizer, answer) == reference.decode(answer)
+
+
 async def test_offsets_are_where_tokens_begin_in_the_text(pair: Pair) -> None:
     tokenizer, reference = pair
     for token_ids in texts_with(pair):

@@ -566,6 +566,20 @@ async def test_who_has_no_attempt_left_waits_for_the_verdict_on_another_one(make
     assert culprit.given_up.is_set()
 
 
+async def test_who_ends_before_the_verdict_is_judged_all_the_same(make_queue) -> None:
+    """A deadline, or a client that goes, must not leave the others with its deaths."""
+    queue = make_queue(OnePairPool(step_tokens=8))
+    first, second, third = (worker(WorkerRole.DECODE) for _ in range(3))
+    culprit, bystander = lost_request("a"), lost_request("b", SentRequest)
+    die_under(bystander, first, third)
+    die_under(culprit, first, second, third)
+    for each in (culprit, bystander):
+        queue.add(each)
+    queue.discard(culprit)
+    await until(lambda: bystander.is_sent or bystander.given_up.is_set())
+    assert bystander.is_sent
+
+
 async def test_a_death_that_is_explained_is_not_held_against_another_request(make_queue) -> None:
     queue = make_queue(OnePairPool(step_tokens=8))
     first, second, third = (worker(WorkerRole.DECODE) for _ in range(3))

@@ -201,6 +201,29 @@ async def test_what_a_router_does_not_list_is_aborted(
     await until_idle(worker)
 
 
+async def test_outputs_that_are_in_no_frame_are_not_resumed_behind(
+    worker: Worker, network: CutProxy, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect between taking outputs and keeping them leaves a hole that no router may adopt."""
+    next_frames = attached_router_module.AttachedRouter.next_frames
+    is_broken = [False]
+
+    def broken_once(self: Any, stream: int, outputs: Any, step_seq: int) -> Any:
+        if is_broken[0] and any(part.outputs for part in outputs):
+            is_broken[0] = False
+            raise KeyError("broken on purpose")
+        return next_frames(self, stream, outputs, step_seq)
+
+    monkeypatch.setattr(attached_router_module.AttachedRouter, "next_frames", broken_once)
+    await router.add("a", LONG)
+    await router.read_tokens(5)
+    is_broken[0] = True
+    assert await router.read_status() is not grpc.StatusCode.OK
+    await until_idle(worker)
+    await router.attach(("a", 0), resumes=True)
+    assert router.adopted == []
+
+
 async def test_a_router_without_anything_to_resume_starts_anew(
     worker: Worker, network: CutProxy, router: Router
 ) -> None:

@@ -246,8 +246,13 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             is_behind = stream.kv_cache is not None and stream.kv_cache.is_behind
             must_not_wait = is_last or is_behind or self._to_tell() != told
             outputs = await outbox.get(0.0 if must_not_wait else HEARTBEAT_S)
-            step_seq = self._engine.step_seq()
-            frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
+            try:
+                step_seq = self._engine.step_seq()
+                frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
+            except Exception:
+                # What was taken is in no frame: a router that resumed would have a hole.
+                outbox.fail(RequestFailedError("outputs were lost, see the worker's log"))
+                raise
             handles = stream.attachment.handles
             messages = [_to_message(frame, handles) for frame in frames]
             if not messages or self._to_tell() != told:

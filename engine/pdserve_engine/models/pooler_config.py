@@ -67,6 +67,7 @@ def read_pooler_config(
     )
     if runner == "auto":
         runner = "generate" if has_head and modules is None else "pooling"
+    _refuse_bidirectional(raw)
     if runner == "generate":
         if not has_head:
             raise ModelError(
@@ -78,7 +79,6 @@ def read_pooler_config(
         if overrides is not None:
             raise ModelError("pooler_config is set, must be unset if runner is generate")
         return None
-    _refuse_bidirectional(raw)
     if convert == "none":
         raise ModelError("convert is none, must be auto, embed or classify if runner is pooling")
     changes = _read_overrides(overrides, raw)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -290,6 +290,8 @@ class RedriveQueue:
         self._tried: Redrive | None = None
         # Deaths for which a request was ended: they say nothing against others.
         self._explained: OrderedDict[tuple[Worker, str], None] = OrderedDict()
+        # What was lost by requests that ended before the verdict on them.
+        self._over: deque[Recovery] = deque(maxlen=MAX_EXPLAINED)
         # Their sums.
         self._num_sent_tokens: Counter[Worker] = Counter()
         self._timer: asyncio.Handle | None = None
@@ -367,7 +369,9 @@ class RedriveQueue:
 
     def discard(self, redrive: Redrive) -> None:
         """It is over, or needs nobody else."""
-        self._waiting.pop(redrive, None)
+        if self._waiting.pop(redrive, None) is not None and is_to_be_judged(redrive.recovery):
+            # Else its deaths would be put down to others.
+            self._over.append(redrive.recovery)
         self.on_token(redrive)
         self._forget_tried(redrive)
         self._changed()
@@ -480,16 +484,17 @@ class RedriveQueue:
         """End requests under which workers die, and have that cost the others nothing."""
         waiting = {id(each.recovery): each for each in self._waiting}
         lost = [(each.redrive.recovery, each.not_before) for each in self._waiting.values()]
+        over = [each for each in self._over if is_to_be_judged(each) and id(each) not in waiting]
+        self._over.clear()
+        self._over.extend(over)
+        lost += [(each, now) for each in over]
         for recovery, worker in find_at_fault(lost, now, settle_s=TICK_S):
-            if waiting[id(recovery)] not in self._waiting:
-                # It has ended with another completion of its request.
-                continue
             error = RequestFailedError(
                 f"{num_deaths(recovery)} workers were lost under this request: no other one gets it"
             )
-            redrive = waiting[id(recovery)]
-            with self._contained(redrive):
-                self._give_up(redrive, error.to_engine_error())
+            if (redrive := waiting.get(id(recovery))) is not None:
+                with self._contained(redrive):
+                    self._give_up(redrive, error.to_engine_error())
             self._explained.update(dict.fromkeys(recovery.ended))
             while len(self._explained) > MAX_EXPLAINED:
                 self._explained.popitem(last=False)

@@ -1,6 +1,6 @@
 """Tokens to text, one by one: whole characters only, and nothing past a stop string."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import tokenizers
@@ -19,7 +19,16 @@ class IncrementalDecoder:
     texts returned and of that before them come what the library decodes as a whole.
     """
 
-    __slots__ = ("_context", "_pending", "_said", "_skipped", "_texts", "_tokenizer", "_unspaced")
+    __slots__ = (
+        "_context",
+        "_pending",
+        "_said",
+        "_skipped",
+        "_texts",
+        "_token_bytes",
+        "_tokenizer",
+        "_unspaced",
+    )
 
     def __init__(
         self,
@@ -28,7 +37,9 @@ class IncrementalDecoder:
         skipped: Set[int],
         unspaced: Mapping[int, str],
         prompt: PromptEnd,
+        token_bytes: Callable[[int], bytes] | None,
     ) -> None:
+        self._token_bytes = token_bytes
         self._tokenizer = tokenizer
         self._texts = texts
         self._skipped = skipped
@@ -65,11 +76,24 @@ class IncrementalDecoder:
         """`step` for a part of a character, and whatever else depends on tokens before it."""
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        if len(text) <= len(self._text_before()) or text.endswith(REPLACEMENT):
+        is_open = text.endswith(REPLACEMENT) and not self._is_whole()
+        if is_open or len(text) <= len(self._text_before()):
             return "" if len(self._pending) < _MAX_PENDING_TOKENS else self.flush()
         new = self._new_text(text)
         self._context, self._pending, self._said = self._pending, [], None
         return new
+
+    def _is_whole(self) -> bool:
+        """True if a replacement character at the end is one that the tokens say, and stands for no
+        part of another one.
+        """
+        if self._token_bytes is None:
+            return False
+        try:
+            b"".join(map(self._token_bytes, self._pending)).decode()
+        except UnicodeDecodeError:
+            return False
+        return True
 
     def _new_text(self, text: str) -> str:
         before = self._text_before()
@@ -160,11 +184,13 @@ class Detokenizer:
         min_tokens: int = 0,
         unspaced: Mapping[int, str] = NO_UNSPACED,
         prompt: PromptEnd = NO_PROMPT,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         """`unspaced` are the texts of tokens between which the decoder's spaces are left out;
-        `prompt` is what the tokens follow. A character that it begins is in the first text.
+        `prompt` is what the tokens follow. A character that it begins is in the first text. Without
+        `token_bytes` a replacement character that tokens say is taken for a part of another one.
         """
-        self._decoder = IncrementalDecoder(tokenizer, texts, skipped, unspaced, prompt)
+        self._decoder = IncrementalDecoder(tokenizer, texts, skipped, unspaced, prompt, token_bytes)
         self._checker = StopChecker(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self.num_tokens = 0

@@ -160,6 +160,7 @@ def test_the_operator_and_the_config_say_the_rest(
         (RAW, {"overrides": "{}"}, "pooler_config is set, must be unset if runner is generate"),
         (RAW, {"runner": "pooling", "convert": "none"}, "convert is none, must be auto, embed"),
         (raw("Qwen2Model", is_causal=False), {}, "is_causal is false: .*supported is causal"),
+        (raw("Qwen2ForCausalLM", is_causal=False), {}, "is_causal is false: .*supported is causal"),
         (raw("LlamaModel", use_bidirectional_attention=True), {}, "use_bidirectional_attention is"),
         (raw("LlamaModel"), {"overrides": "["}, "pooler_config is not valid JSON"),
         (raw("LlamaModel"), {"overrides": "[]"}, "pooler_config is a JSON list"),

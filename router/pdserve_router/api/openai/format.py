@@ -317,7 +317,12 @@ class ChoicesFormat:
         # The tokenizer adds some to a text.
         special = self.tokenizer.special_token_ids
         added = {i for i in special if self.tokenizer.token_text(i) not in prompt.text}
-        detokenizer = Detokenizer(self.tokenizer.backend, texts=self.tokenizer.texts, skipped=added)
+        detokenizer = Detokenizer(
+            self.tokenizer.backend,
+            texts=self.tokenizer.texts,
+            skipped=added,
+            token_bytes=self.tokenizer.token_bytes,
+        )
         written = CompletionLogprobs(self.tokenizer, detokenizer).write(prompt.token_ids, logprobs)
         # A tokenizer may have changed a text, which is echoed as it came.
         end = len(prompt.text)

@@ -42,6 +42,7 @@ def answer_detokenizer(
         prompt=tokenizer.prompt_end(
             prompt_token_ids, skipped=skipped, begins_text=params.structured_outputs is None
         ),
+        token_bytes=tokenizer.token_bytes,
     )
 
 
