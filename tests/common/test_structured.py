@@ -1,5 +1,6 @@
 """Constraints of every kind as structural tags: what is the same, what is refused, how large."""
 
+import copy
 import hashlib
 import json
 import random
@@ -336,6 +337,24 @@ def test_a_malformed_constraint_is_refused(params: StructuredOutputsParams, mess
         to_structural_tag(params)
     assert message in error.value.message
     assert error.value.field == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "others", [{"additionalProperties": STRING}, {"patternProperties": {"^x$": STRING}}]
+)
+def test_in_xml_what_is_said_of_characters_is_refused_of_any_property(others: Any) -> None:
+    for changes, is_served in (({}, True), ({"pattern": "1$"}, False), ({"maxLength": 2}, False)):
+        schema = copy.deepcopy(others)
+        (kind,) = schema
+        where = schema[kind] if kind == "additionalProperties" else schema[kind]["^x$"]
+        where.update(changes)
+        json_schema = {"type": "object", **schema}
+        tag = _tag({"type": "json_schema", "style": "qwen_xml", "json_schema": json_schema})
+        if is_served:
+            to_structural_tag(tag)
+            continue
+        with pytest.raises(InvalidRequestError, match="a property with pattern"):
+            to_structural_tag(tag)
 
 
 def _nested(format: Any, levels: int) -> StructuredOutputsParams:

@@ -223,7 +223,9 @@ def _schema_problem(read: Format) -> str | None:
     if any("<" in name or ">" in name for name in schema.get("properties", ())):
         return f"has style {style} and a name with < or >"
     seen: set[str] = set()
-    values = [*schema.get("properties", {}).values()]
+    values = [*schema.get("properties", {}).values(), schema.get("additionalProperties")]
+    values += schema.get("patternProperties", {}).values()
+    values = [value for value in values if isinstance(value, Mapping)]
     if any(_has_pattern(value, schema.get("$defs", {}), seen) for value in values):
         return f"has style {style} and a property with pattern, format or a length"
     return None
