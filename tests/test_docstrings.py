@@ -31,7 +31,7 @@ def names_in(annotation: ast.expr | None) -> Iterator[str]:
         case None:
             return
         case ast.Constant(value=str(quoted)):
-            with contextlib.suppress(SyntaxError):
+            with contextlib.suppress(SyntaxError, ValueError):
                 yield from names_in(ast.parse(quoted, mode="eval").body)
         case ast.Subscript(value=ast.Name(id="Callable")):
             return

@@ -12,7 +12,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 Emit = Callable[[str], object]
 
-_HALF = re.compile("[\ud800-\udfff]")
+_HALF = re.compile(r"[\ud800-\udfff]")
 # A function's name.
 _WORD = re.compile(r"""[^\s\[\]{}<>"`]*""")
 MAX_WORD_CHARS = 256
