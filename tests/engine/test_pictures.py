@@ -350,8 +350,8 @@ def test_what_does_not_go_with_pictures_is_refused_by_its_name(
         ("config.json", {"image_token_index": 300}, "image_token_index is 300, must be below"),
         ("config.json", {"text_config": {"model_type": "gemma2"}}, "model_type is gemma2"),
         ("config.json", {"vision_config": {"model_type": "vit"}}, "model_type is vit"),
-        ("preprocessor_config.json", {"image_mean": [0.5]}, r"image_mean \[0.5\], expected 3"),
-        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+        ("preprocessor_config.json", {"image_mean": [0.5]}, r"image_mean is \[0.5\], expected"),
+        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std is"),
         ("preprocessor_config.json", {"image_processor": {}}, "no preprocessor_config.json or"),
     ],
 )

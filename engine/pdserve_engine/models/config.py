@@ -1,8 +1,9 @@
 """What a checkpoint's `config.json` says about the model, checked against what we can run."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,12 @@ import torch
 
 from pdserve_common.types.pooling_params import PoolingTask
 from pdserve_engine.config import KVCacheDtype, LoadQuantization
+from pdserve_engine.models.config_fields import (
+    GenerationFields,
+    ModelFields,
+    NativeFields,
+    read_fields,
+)
 from pdserve_engine.models.experts import (
     ExpertsConfig,
     read_mixtral_experts,
@@ -186,35 +193,35 @@ def read_native_config(
     """
     architecture = _read_architecture(raw)
     family = FAMILIES[causal_lm_name(architecture)]
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+    with errors_of_fields():
+        fields = read_fields(NativeFields, raw)
+    if (activation := fields.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise NativeUnsupportedError(f"hidden_act is {activation}, supported is silu")
-    length = read_max_model_len(raw.get("max_position_embeddings"), max_model_len)
-    num_heads = _require_int(raw, "num_attention_heads")
-    hidden_size = _require_int(raw, "hidden_size")
-    num_layers = _require_int(raw, "num_hidden_layers")
-    head_dim = raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads
-    rope = _read_rope(raw, family.default_theta, head_dim)
-    experts = _read_experts(raw, family, num_layers)
-    has_attention_bias = bool(raw.get("attention_bias", False))
+    length = read_max_model_len(fields["max_position_embeddings"], max_model_len)
+    num_heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
+    head_dim = (
+        fields.get("head_dim") or family.default_head_dim or fields["hidden_size"] // num_heads
+    )
+    has_attention_bias = fields.get("attention_bias") or False
     return LlamaConfig(
         architecture=architecture,
-        vocab_size=_require_int(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_require_int(raw, "intermediate_size"),
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
         num_layers=num_layers,
         num_attention_heads=num_heads,
-        num_kv_heads=_read_num_kv_heads(raw, num_heads, family.default_num_kv_heads),
+        num_kv_heads=_read_num_kv_heads(fields, family.default_num_kv_heads),
         head_dim=head_dim,
-        attention_windows=cut_windows(_read_windows(raw, family, num_layers), length),
-        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
-        rope=rope,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_windows=cut_windows(_read_windows(fields, family), length),
+        rms_norm_eps=fields.get("rms_norm_eps") or family.default_rms_norm_eps,
+        rope=_read_rope(raw, family.default_theta, head_dim),
+        tie_word_embeddings=fields.get("tie_word_embeddings") or False,
         has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
         has_attention_output_bias=has_attention_bias and family.qkv_bias is None,
-        has_mlp_bias=family.has_mlp_bias and bool(raw.get("mlp_bias", False)),
+        has_mlp_bias=family.has_mlp_bias and (fields.get("mlp_bias") or False),
         has_qk_norm=family.has_qk_norm,
         max_model_len=length,
-        experts=experts,
+        experts=_read_experts(raw, family, num_layers),
         **facts,
     )
 
@@ -228,12 +235,24 @@ def read_facts(
     kv_cache_dtype: KVCacheDtype,
 ) -> dict[str, Any]:
     """Return the fields of ModelConfig that do not depend on who runs the model."""
-    return {
-        "quantization": _read_quantization(raw, quantization),
-        "dtype": _read_dtype(raw, dtype),
-        "has_fp8_kv": kv_cache_dtype == "fp8",
-        "eos_token_ids": _read_eos_token_ids(model_dir, raw),
-    }
+    with errors_of_fields():
+        return {
+            "quantization": read_quantization(raw, quantization),
+            "dtype": _read_dtype(read_fields(ModelFields, raw), dtype),
+            "has_fp8_kv": kv_cache_dtype == "fp8",
+            "eos_token_ids": _read_eos_token_ids(model_dir, read_fields(ModelFields, raw)),
+        }
+
+
+@contextlib.contextmanager
+def errors_of_fields() -> Iterator[None]:
+    """Make a ModelError of the ValueError that names a field of the model's files."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
@@ -283,20 +302,9 @@ def _read_architecture(raw: Mapping[str, Any]) -> str:
     raise NativeUnsupportedError(f"architectures is {names}, native are {', '.join(FAMILIES)}")
 
 
-def _read_quantization(
-    raw: Mapping[str, Any], requested: LoadQuantization | None
-) -> Quantization | None:
-    try:
-        return read_quantization(raw, requested)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-
-
 def _read_rope(raw: Mapping[str, Any], default_theta: float, head_dim: int) -> RopeConfig:
-    try:
+    with errors_of_fields():
         settings = read_rope_settings(raw, default_theta=default_theta, head_dim=head_dim)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
     try:
         return native_rope(settings)
     except ValueError as error:
@@ -306,26 +314,18 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float, head_dim: int) -> R
 def _read_experts(raw: Mapping[str, Any], family: _Family, num_layers: int) -> ExpertsConfig | None:
     if family.experts is None:
         return None
-    try:
+    with errors_of_fields():
         return family.experts(raw, num_layers)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
 
 
-def _require_int(raw: Mapping[str, Any], field: str) -> int:
-    value = raw.get(field)
-    if not isinstance(value, int) or value <= 0:
-        raise ModelError(f"{field} is {value}, expected a positive integer")
-    return value
-
-
-def _read_num_kv_heads(raw: Mapping[str, Any], num_heads: int, default: int | None) -> int:
-    num_kv_heads = raw.get("num_key_value_heads", default) or num_heads
+def _read_num_kv_heads(fields: NativeFields, default: int | None) -> int:
+    num_heads = fields["num_attention_heads"]
+    num_kv_heads = fields.get("num_key_value_heads", default) or num_heads
     if num_heads % num_kv_heads:
         raise ModelError(
             f"num_key_value_heads is {num_kv_heads}, must divide num_attention_heads {num_heads}"
         )
-    return int(num_kv_heads)
+    return num_kv_heads
 
 
 def read_max_model_len(limit: object, requested: int | None) -> int:
@@ -339,20 +339,20 @@ def read_max_model_len(limit: object, requested: int | None) -> int:
     return requested
 
 
-def _read_windows(
-    raw: Mapping[str, Any], family: _Family, num_layers: int
-) -> tuple[int | None, ...]:
+def _read_windows(fields: NativeFields, family: _Family) -> tuple[int | None, ...]:
     """Return each layer's window as transformers reads it from the same fields."""
-    window = raw.get("sliding_window", family.default_window)
+    num_layers = fields["num_hidden_layers"]
+    window = fields.get("sliding_window", family.default_window)
     if family.window_scope == "never":
-        if raw.get("sliding_window") is not None:
+        if fields.get("sliding_window") is not None:
             logger.warning("sliding_window is %s, attention has no window in this family", window)
         window = None
-    elif family.window_scope != "always" and not raw.get("use_sliding_window", False):
+    elif family.window_scope != "always" and not fields.get("use_sliding_window"):
         window = None
-    layer_types = raw.get("layer_types")
+    layer_types = fields.get("layer_types")
     if layer_types is None and family.window_scope == "layers":
-        first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+        first = fields.get("max_window_layers")
+        first = DEFAULT_MAX_WINDOW_LAYERS if first is None else first
         return tuple(window if layer >= first else None for layer in range(num_layers))
     windows = (window,) * num_layers
     if layer_types is None:
@@ -377,13 +377,13 @@ def windows_of_types(
     return tuple(window if kind == SLIDING else None for kind in layer_types)
 
 
-def _read_dtype(raw: Mapping[str, Any], requested: str) -> torch.dtype:
+def _read_dtype(fields: ModelFields, requested: str) -> torch.dtype:
     if requested != "auto":
         if requested not in DTYPES:
             raise ModelError(f"dtype is {requested}, supported are auto, {', '.join(DTYPES)}")
         return DTYPES[requested]
     # transformers 5 writes dtype, older ones torch_dtype.
-    stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if stored == "float16":
         logger.warning("model is stored as float16, which is not supported: serving bfloat16")
         stored = "bfloat16"
@@ -392,13 +392,13 @@ def _read_dtype(raw: Mapping[str, Any], requested: str) -> torch.dtype:
     return DTYPES[stored]
 
 
-def _read_eos_token_ids(model_dir: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _read_eos_token_ids(model_dir: Path, fields: ModelFields) -> tuple[int, ...]:
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     # As in transformers: generation_config.json wins.
-    value = generation.get("eos_token_id")
+    value = read_fields(GenerationFields, generation).get("eos_token_id")
     if value is None:
-        value = raw.get("eos_token_id")
+        value = fields.get("eos_token_id")
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

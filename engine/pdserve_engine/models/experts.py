@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pdserve_engine.models.config_fields import ExpertFields, read_fields
+
+# Fields that a model with experts must have.
+_Size = Literal[
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "intermediate_size",
+    "moe_intermediate_size",
+]
 
 
 class ExpertNames(NamedTuple):
@@ -30,11 +41,12 @@ class ExpertsConfig:
 
 def read_mixtral_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
     """Return what all layers have; raise ValueError with the field."""
-    num_experts = _positive(raw, "num_local_experts")
+    fields = read_fields(ExpertFields, raw)
+    num_experts = _require(fields, "num_local_experts")
     return ExpertsConfig(
         num_experts=num_experts,
-        num_experts_per_tok=_read_top_k(raw, num_experts),
-        intermediate_size=_positive(raw, "intermediate_size"),
+        num_experts_per_tok=_read_top_k(fields, num_experts),
+        intermediate_size=_require(fields, "intermediate_size"),
         norm_topk_prob=True,
         layers=tuple(range(num_layers)),
         names=ExpertNames("block_sparse_moe.", "w1", "w3", "w2"),
@@ -45,38 +57,33 @@ def read_qwen_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig 
     """Return what every decoder_sparse_step-th layer has that is not among mlp_only_layers, None if
     there is no such layer; raise ValueError with the field.
     """
+    fields = read_fields(ExpertFields, raw)
     # transformers 5 may write it under its own name for all models.
-    field = "num_experts" if "num_experts" in raw else "num_local_experts"
-    num_experts = _positive(raw, field)
-    step = _positive(raw, "decoder_sparse_step", 1)
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"mlp_only_layers is {dense}, expected a list of integers")
-    is_normed = raw.get("norm_topk_prob", False)
-    if not isinstance(is_normed, bool):
-        raise ValueError(f"norm_topk_prob is {is_normed}, expected true or false")
+    is_own = fields.get("num_experts") is not None
+    num_experts = _require(fields, "num_experts" if is_own else "num_local_experts")
+    step = fields.get("decoder_sparse_step") or 1
+    dense = fields.get("mlp_only_layers") or ()
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     if not layers:
         return None
     return ExpertsConfig(
         num_experts=num_experts,
-        num_experts_per_tok=_read_top_k(raw, num_experts),
-        intermediate_size=_positive(raw, "moe_intermediate_size"),
-        norm_topk_prob=is_normed,
+        num_experts_per_tok=_read_top_k(fields, num_experts),
+        intermediate_size=_require(fields, "moe_intermediate_size"),
+        norm_topk_prob=fields.get("norm_topk_prob") or False,
         layers=layers,
         names=ExpertNames(),
     )
 
 
-def _read_top_k(raw: Mapping[str, Any], num_experts: int) -> int:
-    top_k = _positive(raw, "num_experts_per_tok")
+def _read_top_k(fields: ExpertFields, num_experts: int) -> int:
+    top_k = _require(fields, "num_experts_per_tok")
     if top_k > num_experts:
         raise ValueError(f"num_experts_per_tok is {top_k}, the model has {num_experts} experts")
     return top_k
 
 
-def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = raw.get(field, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{field} is {value}, expected a positive integer")
-    return value
+def _require(fields: ExpertFields, name: _Size) -> int:
+    if (size := fields.get(name)) is None:
+        raise ValueError(f"{name} is missing")
+    return size

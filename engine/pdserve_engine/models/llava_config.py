@@ -14,9 +14,15 @@ from pdserve_engine.models.config import (
     LlamaConfig,
     ModelError,
     VisionConfig,
+    errors_of_fields,
     read_facts,
     read_json,
     read_native_config,
+)
+from pdserve_engine.models.config_fields import (
+    ImageProcessorFields,
+    VisionTowerFields,
+    read_fields,
 )
 from pdserve_engine.models.pooler_config import read_pooler_config
 from pdserve_engine.models.transformers_backend.config import load_hf_config
@@ -106,24 +112,26 @@ def _read_vision(folder: Path, hf_config: Any, vocab_size: int) -> VisionConfig:
         raise ModelError(
             f"vision_config.model_type is {tower.model_type}, supported are {', '.join(TOWERS)}"
         )
-    if not isinstance(tower.image_size, int) or tower.num_channels != NUM_COLOURS:
+    with errors_of_fields():
+        fields = read_fields(VisionTowerFields, tower.to_dict())
+    if tower.num_channels != NUM_COLOURS:
         raise ModelError(
-            f"vision_config.image_size is {tower.image_size} and num_channels is "
-            f"{tower.num_channels}, supported are squares of {NUM_COLOURS} colours"
+            f"vision_config.num_channels is {tower.num_channels}, supported are {NUM_COLOURS} "
+            "colours"
         )
     if not 0 <= image_token_id < vocab_size:
         raise ModelError(
             f"image_token_index is {image_token_id}, must be below the vocab_size {vocab_size}"
         )
     # CLIP has a token for the whole picture before those of its patches.
-    num_states = (tower.image_size // tower.patch_size) ** 2
+    num_states = (fields["image_size"] // fields["patch_size"]) ** 2
     num_states += isinstance(tower, CLIPVisionConfig)
     is_first_left_out = hf_config.vision_feature_select_strategy == "default"
     factor, mean, std = _read_preprocessor(folder)
     return VisionConfig(
         image_token_id=image_token_id,
         num_image_tokens=num_states - is_first_left_out,
-        image_size=tower.image_size,
+        image_size=fields["image_size"],
         rescale_factor=factor,
         image_mean=mean,
         image_std=std,
@@ -132,17 +140,15 @@ def _read_vision(folder: Path, hf_config: Any, vocab_size: int) -> VisionConfig:
 
 def _read_preprocessor(folder: Path) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """Return the factor, mean and deviation that a picture's numbers are normalized by."""
-    raw = _processor_fields(folder)
-    factor = float(raw.get("rescale_factor", 1 / 255)) if raw.get("do_rescale", True) else 1.0
-    if not raw.get("do_normalize", True):
+    with errors_of_fields():
+        fields = read_fields(ImageProcessorFields, _processor_fields(folder))
+    factor = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
+    if not fields.get("do_normalize", True):
         return factor, (0.0,) * NUM_COLOURS, (1.0,) * NUM_COLOURS
-    mean, std = _colours(raw, "image_mean"), _colours(raw, "image_std")
-    if factor <= 0 or min(std) <= 0:
-        raise ModelError(
-            f"the image processor has the rescale_factor {factor} and the image_std {std}, must be "
-            "above 0"
-        )
-    return factor, mean, std
+    for name in ("image_mean", "image_std"):
+        if name not in fields:
+            raise ModelError(f"the image processor has no {name}, expected {NUM_COLOURS} numbers")
+    return factor, fields["image_mean"], fields["image_std"]
 
 
 def _processor_fields(folder: Path) -> Mapping[str, Any]:
@@ -153,11 +159,3 @@ def _processor_fields(folder: Path) -> Mapping[str, Any]:
             if isinstance(fields, dict) and "image_mean" in fields:
                 return fields
     raise ModelError(f"{folder} has no {' or '.join(PREPROCESSOR_FILES)} with an image_mean")
-
-
-def _colours(raw: Mapping[str, Any], field: str) -> tuple[float, ...]:
-    value = raw.get(field)
-    is_numbers = isinstance(value, list) and all(isinstance(x, int | float) for x in value)
-    if not is_numbers or len(value or ()) != NUM_COLOURS:
-        raise ModelError(f"the image processor has {field} {value}, expected {NUM_COLOURS} numbers")
-    return tuple(map(float, value or ()))

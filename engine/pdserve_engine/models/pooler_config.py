@@ -18,8 +18,10 @@ from pdserve_engine.models.config import (
     ModelError,
     PoolerConfig,
     PoolingType,
+    errors_of_fields,
     read_json,
 )
+from pdserve_engine.models.config_fields import PoolerFields, read_fields
 
 MODULES_FILE = "modules.json"
 # What a flag in a Pooling module's config.json stands for.
@@ -59,7 +61,9 @@ def read_pooler_config(
     raw is what `config.json` holds, `overrides` JSON with keys of `PoolerConfig`.
     """
     modules = None if runner == "generate" else _read_modules(folder)
-    architectures = [str(name) for name in raw.get("architectures") or ()]
+    with errors_of_fields():
+        fields = read_fields(PoolerFields, raw)
+    architectures = fields.get("architectures") or []
     # GPT2LMHeadModel has one.
     has_head = not any(
         name.endswith((SEQUENCE_CLASSIFICATION, BASE_MODEL)) and "LMHead" not in name
@@ -86,7 +90,7 @@ def read_pooler_config(
         is_classifier = any(name.endswith(SEQUENCE_CLASSIFICATION) for name in architectures)
         convert = "classify" if is_classifier or changes.classifier_from_token else "embed"
     if convert == "classify":
-        return _classifier(folder, raw, changes)
+        return _classifier(folder, fields, changes)
     if changes.classifier_from_token:
         raise ModelError("classifier_from_token is set, must be unset if convert is embed")
     return _embedder(raw, modules or _NO_MODULES, changes)
@@ -125,7 +129,7 @@ def _embedder(raw: Mapping[str, Any], modules: _Modules, changes: _Overrides) ->
     )
 
 
-def _classifier(folder: Path, raw: Mapping[str, Any], changes: _Overrides) -> PoolerConfig:
+def _classifier(folder: Path, fields: PoolerFields, changes: _Overrides) -> PoolerConfig:
     if changes.classifier_from_token:
         return PoolerConfig(
             tasks=(CLASSIFY, SCORE),
@@ -135,12 +139,12 @@ def _classifier(folder: Path, raw: Mapping[str, Any], changes: _Overrides) -> Po
             activation="sigmoid",
             use_activation=changes.use_activation is not False,
         )
-    num_labels = _num_labels(raw)
+    num_labels = _num_labels(fields)
     return PoolerConfig(
         tasks=(CLASSIFY, SCORE) if num_labels == 1 else (CLASSIFY,),
         pooling_type=changes.pooling_type or "last",
         num_labels=num_labels,
-        activation=_activation(raw, num_labels),
+        activation=_activation(fields, num_labels),
         use_activation=changes.use_activation is not False,
     )
 
@@ -157,25 +161,25 @@ def _token_ids(folder: Path, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(vocabulary[text] for text in texts)
 
 
-def _num_labels(raw: Mapping[str, Any]) -> int:
-    labels = raw.get("id2label")
-    # transformers' configs have two labels and leave them out.
-    num_labels = raw.get("num_labels", 2) if labels is None else len(labels)
-    if not isinstance(num_labels, int) or num_labels < 1:
-        raise ModelError(f"num_labels is {num_labels}, must be at least 1")
-    return num_labels
+def _num_labels(fields: PoolerFields) -> int:
+    if (labels := fields.get("id2label")) is None:
+        # transformers' configs have two labels and leave them out.
+        return fields.get("num_labels") or 2
+    if not labels:
+        raise ModelError("id2label has no labels, must have at least 1")
+    return len(labels)
 
 
-def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:
+def _activation(fields: PoolerFields, num_labels: int) -> Activation:
     """Return what makes probabilities of logits; the order is vLLM's."""
-    if (problem := raw.get("problem_type")) is not None:
+    if (problem := fields.get("problem_type")) is not None:
         if problem not in _PROBLEM_TYPES:
             known = ", ".join(_PROBLEM_TYPES)
             raise ModelError(f"problem_type is {problem}, supported are {known}")
         activation = _PROBLEM_TYPES[problem]
     else:
-        module = raw.get("sbert_ce_default_activation_function")
-        module = (raw.get("sentence_transformers") or {}).get("activation_fn", module)
+        module = fields.get("sbert_ce_default_activation_function")
+        module = (fields.get("sentence_transformers") or {}).get("activation_fn", module)
         if module is not None:
             name = str(module).rpartition(".")[2]
             if name not in _ACTIVATIONS:
@@ -205,7 +209,7 @@ def _read_modules(folder: Path) -> _Modules | None:
         return None
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        modules = [(str(entry["type"]).rpartition(".")[2], entry["path"]) for entry in entries]
+        modules = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{path} is no list of modules: {error!r}") from error
     kinds = [kind for kind, _ in modules]
@@ -224,8 +228,9 @@ def _read_pooling_type(path: Path) -> PoolingType:
         name for name, value in raw.items() if name.startswith(_MODE_PREFIX) and value is True
     ]
     if (mode := raw.get("pooling_mode")) is not None:
+        mode = str(mode)
         modes = [name for name in _POOLING_MODES if mode in name.removeprefix(_MODE_PREFIX)]
-        modes = modes or [str(mode)]
+        modes = modes or [mode]
     if len(modes) != 1 or modes[0] not in _POOLING_MODES:
         raise ModelError(
             f"{path} has {', '.join(modes) or 'no pooling mode'}, supported is one of "

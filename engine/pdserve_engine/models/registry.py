@@ -14,11 +14,13 @@ from pdserve_engine.models.config import (
     ModelConfig,
     ModelError,
     NativeUnsupportedError,
+    errors_of_fields,
     is_multimodal,
     read_facts,
     read_json,
     read_native_config,
 )
+from pdserve_engine.models.config_fields import ModelFields, read_fields
 from pdserve_engine.models.features import features_of_facts, features_of_model
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.pooler_config import read_pooler_config
@@ -60,6 +62,8 @@ def read_model_config(
         raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
     folder = Path(model_dir)
     raw = read_json(folder / "config.json")
+    with errors_of_fields():
+        read_fields(ModelFields, raw)
     if is_multimodal(raw):
         # Takes seconds to import, and most models need none of it.
         from pdserve_engine.models.llava_config import read_llava_config

@@ -10,6 +10,8 @@ import torch
 ROPE_TYPES = ("default", "linear", "llama3")
 THETA, ROTARY_SHARE = "rope_theta", "partial_rotary_factor"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+# No setting is as high; torch takes integers below it.
+HIGHEST = 2.0**63
 # What may stand beside the settings instead of among them.
 _BESIDE = (THETA, ROTARY_SHARE, ORIGINAL_LENGTH)
 
@@ -68,10 +70,11 @@ def read_rope_settings(
 
     Raise ValueError for settings that nothing can run; the message names field and value.
     """
+    for field in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(field), dict | None):
+            raise ValueError(f"{field} is {raw[field]!r:.200}, expected an object")
     field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(field) or {}
-    if not isinstance(stated, dict):
-        raise ValueError(f"{field} is {stated!r}, expected an object")
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} differs by layer type ({', '.join(stated)}), not supported")
     parameters: dict[str, Any] = {
@@ -101,6 +104,8 @@ def read_rope_settings(
 def check_rope(settings: RopeSettings, head_dim: int) -> None:
     """Raise ValueError for values that angles cannot be computed from."""
     parameters = settings.parameters
+    if not isinstance(settings.rope_type, str):
+        raise ValueError(f"{settings.field}.rope_type is {settings.rope_type!r}, expected a string")
     # Code of models may know other types, which it checks by itself.
     fields = _FIELDS.get(settings.rope_type, _Fields())
     for name in (THETA, *fields.required):
@@ -122,9 +127,10 @@ def _check_number(settings: RopeSettings, name: str) -> None:
     # Logarithms of both are divided by.
     lowest = 1 if name in (THETA, ORIGINAL_LENGTH) else 0
     if name == ORIGINAL_LENGTH and not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}, expected an integer above {lowest}")
-    if not _is_number(value) or not lowest < value < math.inf:
-        raise ValueError(f"{_label(settings, name)} is {value!r}, expected a number above {lowest}")
+        raise ValueError(f"{name} is {value!r:.200}, expected an integer above {lowest}")
+    if not _is_number(value) or not lowest < value < HIGHEST:
+        expected = f"a number above {lowest} and below 2^63"
+        raise ValueError(f"{_label(settings, name)} is {value!r:.200}, expected {expected}")
 
 
 def _check_factors(settings: RopeSettings, name: str, num_angles: int) -> None:
@@ -132,7 +138,7 @@ def _check_factors(settings: RopeSettings, name: str, num_angles: int) -> None:
     if (
         not isinstance(value, list)
         or len(value) != num_angles
-        or not all(_is_number(factor) and 0 < factor < math.inf for factor in value)
+        or not all(_is_number(factor) and 0 < factor < HIGHEST for factor in value)
     ):
         raise ValueError(
             f"{_label(settings, name)} is {value!r}, expected {num_angles} numbers above 0"

@@ -282,7 +282,7 @@ def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., P
         ),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": "64"},
-            "sliding_window is '64', expected a positive integer or null",
+            "sliding_window is '64', expected int | null",
         ),
         (
             {

@@ -56,12 +56,12 @@ def test_the_config_says_which_layers_have_experts(make_model: Callable[..., Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0, "num_local_experts": 0}, "experts is 0, expected a positive integer"),
+        ({"num_experts": 0, "num_local_experts": 0}, "experts is 0, expected int >= 1"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, the model has 6 experts"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
-        ({"decoder_sparse_step": "2"}, "decoder_sparse_step is 2, expected"),
-        ({"mlp_only_layers": "all"}, "mlp_only_layers is all, expected a list"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"decoder_sparse_step": "2"}, "decoder_sparse_step is '2', expected int"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all', expected array"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected bool"),
     ],
 )
 def test_fields_that_say_nothing_sensible_are_named(

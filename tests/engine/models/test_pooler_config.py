@@ -196,7 +196,7 @@ def test_the_operator_and_the_config_say_the_rest(
         (
             raw("LlamaForSequenceClassification", num_labels=0),
             {},
-            "num_labels is 0, must be at least 1",
+            "num_labels is 0, expected int >= 1",
         ),
         (
             raw(
