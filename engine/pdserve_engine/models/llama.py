@@ -5,6 +5,7 @@ and Qwen3-MoE, which have experts in place of MLPs.
 import logging
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
 logger = logging.getLogger(__name__)
 
+HEAD_PREFIX = LM_HEAD.removesuffix("weight")
+
 
 def _unread_head(config: LlamaConfig, names: Collection[str]) -> list[str]:
     """Return what a checkpoint has of a head that is the embedding: tools store it all the same,
@@ -59,8 +62,24 @@ def _unread_head(config: LlamaConfig, names: Collection[str]) -> list[str]:
     """
     if config.pooler is None and not config.tie_word_embeddings:
         return []
-    head = LM_HEAD.removesuffix("weight")
-    return [name for name in names if name.startswith(head)]
+    return [name for name in names if name.startswith(HEAD_PREFIX)]
+
+
+def _untie_own_head(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaConfig:
+    """Return the config with `tie_word_embeddings` false if the checkpoint has a head that differs
+    from the embedding, as transformers reads it. A quantized head does not count: tools make it of
+    the embedding.
+    """
+    names = checkpoint.names
+    head = {name for name in names if name.startswith(HEAD_PREFIX)}
+    if not config.tie_word_embeddings or EMBEDDING not in names or head != {LM_HEAD}:
+        return config
+    if checkpoint.is_same(EMBEDDING, LM_HEAD):
+        return config
+    logger.warning(
+        "tie_word_embeddings is true, but %s differs from %s: they are not tied", LM_HEAD, EMBEDDING
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 class LlamaModel:
@@ -79,6 +98,7 @@ class LlamaModel:
         gets its states from the one before and hands them on; only the last has logits. Raises
         ModelError.
         """
+        config = _untie_own_head(config, checkpoint)
         dense = weight_shapes(config, checkpoint.names)
         stored = stored_weights(
             dense, checkpoint.names, config.quantization, tables=(EMBEDDING, SCORE)

@@ -15,6 +15,7 @@ from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.weights import loader
 from pdserve_engine.models.weights.loader import Checkpoint, weights_digest
+from support.model_driver import Driver, make_prompt
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,31 @@ def test_progress_counts_each_weight_and_ends_at_the_total(
     )
     total = 2 + 3 * 9 + (not is_tied)
     assert calls == [(i + 1, total) for i in range(total)]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_a_head_beside_a_tied_embedding_is_one_if_it_differs(
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    tmp_path: Path,
+    architecture: str,
+    is_own: bool,
+) -> None:
+    """As transformers reads such a file."""
+    tied = make_model(architecture, tie_word_embeddings=True)
+    folder = Path(shutil.copytree(tied, tmp_path / "model"))
+
+    def store_head(tensors: dict[str, torch.Tensor]) -> None:
+        table = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = table.roll(1, 0) if is_own else table.clone()
+
+    rewrite(folder, store_head)
+    driver = Driver(folder, dtype="float32")
+    prompt = make_prompt(20)
+    driver.add("a", prompt)
+    driver.run("a", num_tokens=8)
+    assert driver.sequences["a"].output == hf_greedy(folder, prompt, 8)
 
 
 def test_weights_survive_their_file(editable: Path) -> None:

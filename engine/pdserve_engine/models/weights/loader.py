@@ -186,6 +186,13 @@ class Checkpoint:
                 return file.get_tensor(self._stored[name])  # type: ignore[no-any-return]
         return self.read(name, dtype=dtype, device=device)
 
+    def is_same(self, name: str, other: str) -> bool:
+        """Are two weights stored in one dtype, with equal numbers?"""
+        with _open(self._files[name]) as file, _open(self._files[other]) as other_file:
+            weight = file.get_tensor(self._stored[name])
+            twin = other_file.get_tensor(self._stored[other])
+            return weight.dtype == twin.dtype and torch.equal(weight, twin)
+
     def read_as_stored(self, name: str) -> torch.Tensor:
         """Return a copy of one weight on the CPU, in the shape [...] and dtype of the file."""
         file = self._last_file.open(self._files[name])
