@@ -524,6 +524,38 @@ def test_the_work_grows_as_the_text_does(case, share, filling) -> None:
     assert twice.num_calls < 3 * once.num_calls
 
 
+# What a call may be within, as far as one knows at the beginning of the next.
+NESTED = [
+    *('{"":[', '{"":["', '{"":"', '{"', '{"":x', '{"":1 ', '{"":{"":', '{"arguments":{"":['),
+    *('{"arguments":"{', '{"name":"now","":["",', '{"name":"now","arguments":', '[{"":[', "["),
+    *("now[ARGS]", "now[CALL_ID]now[ARGS]", "<function=now>", "\\", '"\\"', '{"\\'),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("nested", NESTED)
+def test_what_looks_like_calls_within_calls_is_read_a_few_times(name, nested) -> None:
+    """3.8 KB took 110 ms: from each beginning of a call the rest was read again."""
+
+    def num_calls(num_chars: int) -> int:
+        one = FORMATS[name].triggers[-1] + nested
+        text = one * (num_chars // len(one))
+        return work_of(lambda: parse(name, text, reasoning=ReasoningStart.CLOSED)).num_calls
+
+    assert num_calls(3800) < 3 * num_calls(1900)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    ['{"a": <b>}', '{"a": nil, "name": "now"}', '{"arguments": {\'a\': 1}, "name": "now"}'],
+)
+def test_what_is_no_json_before_its_name_is_no_call(looks) -> None:
+    text = f"<tool_call>{looks}</tool_call>"
+    assert parse("hermes", text) == (Content(text),)
+    whole = parse("hermes", f'{text}<tool_call>{{"name": "now"}}')
+    assert without_ids(whole) == (Content(text), call(0, "now", "{}"))
+
+
 @pytest.mark.parametrize("parameter", ["city", "days", "tags"])
 def test_calls_without_ends_of_values_are_looked_at_again_once(parameter) -> None:
     """That a value's own end is missing shows at the end of the answer."""
