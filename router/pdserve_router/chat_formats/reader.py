@@ -5,7 +5,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 # A reading in progress: it yields when it needs more text.
@@ -278,10 +278,17 @@ def escape_halves(text: str) -> str:
 def is_json(text: str) -> bool:
     """Return whether a text is JSON and nothing else, also no NaN."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        load_json(text)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def load_json(text: str, *, parse_float: Callable[[str], Any] = float) -> Any:
+    """Return what a text says. Raises ValueError or RecursionError if it is no JSON, and what
+    `parse_float` raises.
+    """
+    return json.loads(text, parse_float=parse_float, parse_constant=_refuse)
 
 
 def _refuse(word: str) -> None:
