@@ -9,6 +9,7 @@ that, a name has any of the schemas that name it, and what is not known to be wr
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -21,10 +22,13 @@ from pdserve_common.structured.schema import implied_types
 
 # "number" is one with a fraction, but in schemas.
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# Of all that is asked of one document: schemas that are looked at for names, and for values.
+# Of all that is asked of one document: schemas that are looked at for names, and for values, and
+# listed values that are known.
 _MAX_LOOKS = 100_000
 _MAX_CHECKS = 100_000
-_MAX_CHECKS_OF_VALUE = 10_000
+_MAX_LISTED = 10_000
+# The router's event loop waits for the checks of a value, some 5 us for each.
+_MAX_CHECKS_OF_VALUE = 1000
 # Of a value, besides one for each part of it, that do not count for the document: an answer may
 # have any number of values.
 _FREE_CHECKS = 100
@@ -45,6 +49,8 @@ _TYPE_NAMES: Mapping[type, str] = {
     dict: "object",
 }
 _OPTIONS = ("anyOf", "oneOf")
+# These speak of the parts of an object.
+_SAY_PARTS = frozenset(("properties", "patternProperties", "additionalProperties", "propertyNames"))
 # Beside these the other keywords of a schema say nothing of types.
 _SAY_TYPES = frozenset(("type", "enum", "const", "$ref", "allOf", *_OPTIONS))
 # Which name of an object is not known: one that is not listed.
@@ -66,32 +72,38 @@ class _Facts:
     """What a schema itself says, to be asked often."""
 
     types: frozenset[str] = ALL_TYPES
-    # Listed values with their types, and those of them that have parts; None: none are listed.
+    # Listed values with their types, and those that have parts, as the schema has them; None: none
+    # are listed.
     scalars: frozenset[tuple[str, Any]] | None = None
     containers: Sequence[Json] = ()
+    # More are listed, which are not known.
+    has_others: bool = False
     required: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, schema: Mapping[str, Any]) -> "_Facts":
+    def of(cls, schema: Mapping[str, Any], max_listed: int) -> "_Facts":
+        """`max_listed`: so many of the listed values are looked at one by one."""
         types = schema.get("type")
         names = set(filter(_is_text, types if isinstance(types, list) else [types]))
         found = ALL_TYPES & names or ALL_TYPES
         if "number" in found:
             found |= {"integer"}
         required = frozenset(filter(_is_text, _list(schema, "required")))
-        listed = [schema["const"]] if "const" in schema else _list(schema, "enum")
+        listed = _listed(schema)
         if not listed:
             return cls(types=found, required=required)
-        values = [(type_of(value), _exact(value)) for value in listed]
-        is_container = [type_ in ("array", "object") for type_, _ in values]
+        known, others = listed[:max_listed], listed[max_listed:]
+        types_of_known = [*map(type_of, known)]
+        has_parts = [type_ in ("array", "object") for type_ in types_of_known]
         return cls(
-            types=found & {type_ for type_, _ in values},
+            types=found & {*types_of_known, *_possible_types(others)},
             scalars=frozenset(
-                v for v, has_parts in zip(values, is_container, strict=True) if not has_parts
+                (type_, _exact(value))
+                for type_, value, is_container in zip(types_of_known, known, has_parts, strict=True)
+                if not is_container
             ),
-            containers=[
-                v for (_, v), has_parts in zip(values, is_container, strict=True) if has_parts
-            ],
+            containers=[*itertools.compress(known, has_parts)],
+            has_others=bool(others),
             required=required,
         )
 
@@ -107,6 +119,7 @@ class _Known:
     num_looks: int = _MAX_LOOKS
     num_steps: int = _MAX_STEPS
     num_checks: int = _MAX_CHECKS
+    num_listed: int = _MAX_LISTED
     targets: dict[str, Json] = dataclasses.field(default_factory=dict)
     facts: dict[int, _Facts] = dataclasses.field(default_factory=dict)
     types: dict[tuple[int, bool], frozenset[str]] = dataclasses.field(default_factory=dict)
@@ -157,8 +170,9 @@ class Values:
 
     def first_of(self, values: Sequence[Json]) -> int | None:
         """Return the index of the first of some values that is among these; None if none is."""
-        free = _FREE_CHECKS + max(map(_num_parts, values), default=0)
-        most = free + min(_MAX_CHECKS_OF_VALUE, max(0, self._known.num_checks))
+        num_parts = max((_num_parts(v, _MAX_CHECKS_OF_VALUE) for v in values), default=0)
+        free = min(_FREE_CHECKS + num_parts, _MAX_CHECKS_OF_VALUE)
+        most = min(_MAX_CHECKS_OF_VALUE, free + max(0, self._known.num_checks))
         budget = _Budget(most)
         suits = (self._is_valid(self._schema, value, budget, 0) for value in values)
         found = next((index for index, is_valid in enumerate(suits) if is_valid), None)
@@ -201,7 +215,9 @@ class Values:
         if schema.keys().isdisjoint(("type", "enum", "const", "required")):
             return _NO_FACTS
         if id(schema) not in self._known.facts:
-            self._known.facts[id(schema)] = _Facts.of(schema)
+            self._known.facts[id(schema)] = _Facts.of(schema, self._known.num_listed)
+            num_left = self._known.num_listed - len(_listed(schema))
+            self._known.num_listed = max(0, num_left)
         return self._known.facts[id(schema)]
 
     def _target(self, ref: Json) -> Json:
@@ -328,9 +344,10 @@ class Values:
         return is_match
 
     def _is_valid(self, schema: Json, value: Json, budget: "_Budget", depth: int) -> bool:
+        is_spent = budget.is_spent()
         if not isinstance(schema, Mapping):
             return schema is not False
-        if budget.is_spent() or depth > _MAX_DEPTH:
+        if is_spent or depth > _MAX_DEPTH:
             return True
 
         def suits(part: Json, value: Json = value) -> bool:
@@ -342,40 +359,62 @@ class Values:
             and all(
                 any(map(suits, options)) for name in _OPTIONS if (options := _list(schema, name))
             )
-            and all(suits(part, each) for part, each in self._within(schema, value))
+            and all(
+                suits(part, each)
+                for part, each in itertools.takewhile(budget.lasts, self._within(schema, value))
+            )
         )
 
     def _within(self, schema: Mapping[str, Any], value: Json) -> Iterator[tuple[Json, Json]]:
-        """Return the parts of a value, each with a schema that it has to suit."""
+        """Return the parts of a value of which anything is said, each with a schema that it has to
+        suit.
+        """
         if isinstance(value, list):
             prefix = _list(schema, "prefixItems")
             yield from zip(prefix, value, strict=False)
-            for item in value[len(prefix) :]:
-                yield schema.get("items", True), item
-        elif isinstance(value, dict):
+            if "items" in schema:
+                for item in value[len(prefix) :]:
+                    yield schema["items"], item
+        elif isinstance(value, dict) and not schema.keys().isdisjoint(_SAY_PARTS):
             for name, part in value.items():
-                yield schema.get("propertyNames", True), name
+                if "propertyNames" in schema:
+                    yield schema["propertyNames"], name
                 found = self._own_property(schema, name, others=True)
                 yield False if found is None else found, part
 
 
 class _Budget:
-    """How many schemas may be looked at: they may be many, or refer to each other in more ways than
-    can be tried.
+    """How many schemas and listed values may be looked at: they may be many, or refer to each other
+    in more ways than can be tried.
     """
 
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
 
-    def is_spent(self, num_looks: int = 1) -> bool:
+    def is_spent(self) -> bool:
+        """Look at one, if one may."""
         is_spent = self.num_left <= 0
-        self.num_left -= num_looks
+        self.num_left -= 1
         return is_spent
+
+    def lasts(self, _: object) -> bool:
+        """Return whether one more may be looked at."""
+        return self.num_left > 0
 
 
 def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
     value = schema.get(keyword)
     return value if isinstance(value, list) else ()
+
+
+def _listed(schema: Mapping[str, Any]) -> Sequence[Json]:
+    return [schema["const"]] if "const" in schema else _list(schema, "enum")
+
+
+def _possible_types(values: Sequence[Json]) -> set[str]:
+    """Return the types that values of a schema may have, which are too many to look at each."""
+    names = {_TYPE_NAMES.get(kind, "number") for kind in set(map(type, values))}
+    return names | {"integer"} if "number" in names else names
 
 
 def _mapping(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
@@ -395,23 +434,19 @@ def _is_text(value: Json) -> bool:
     return isinstance(value, str)
 
 
-def _num_parts(value: Json) -> int:
-    """Return how many values a value is made of."""
+def _num_parts(value: Json, most: int) -> int:
+    """Return how many values a value is made of, or `most` if they are more."""
     num_parts, left = 0, [value]
-    while left:
+    while left and num_parts < most:
         each = left.pop()
         num_parts += 1
         if isinstance(each, list | dict):
-            left += each.values() if isinstance(each, dict) else each
+            left += itertools.islice(each.values() if isinstance(each, dict) else each, most)
     return num_parts
 
 
 def _exact(value: Json) -> Json:
-    """Return a schema's value with its fractions as they are written."""
-    if isinstance(value, dict):
-        return {name: _exact(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [*map(_exact, value)]
+    """Return a value with its fraction as it is written."""
     return Decimal(repr(value)) if isinstance(value, float) else value
 
 
@@ -434,19 +469,44 @@ def _suits_itself(schema: Mapping[str, Any], facts: _Facts, value: Json, budget:
 
 
 def _is_listed(facts: _Facts, type_: str, value: Json, budget: _Budget) -> bool:
-    if type_ not in ("array", "object"):
-        return (type_, _exact(value)) in (facts.scalars or ())
-    budget.is_spent(len(facts.containers))
-    return any(value == each and _are_same(value, each) for each in facts.containers)
+    if facts.has_others:
+        return True
+    if type_ in ("array", "object"):
+        return any(_are_same(value, each, budget) for each in facts.containers)
+    return (type_, _exact(value)) in (facts.scalars or ())
 
 
-def _are_same(value: Json, other: Json) -> bool:
-    """Return whether equal values are of the same types: to Python true is 1."""
+def _are_same(value: Json, other: Json, budget: _Budget) -> bool:
+    """Return whether two values are the same, with their types: to Python true is 1."""
+    left = [iter(((value, other),))]
+    while left:
+        pair = next(left[-1], None)
+        if pair is None:
+            left.pop()
+            continue
+        if budget.is_spent():
+            return True
+        value, other = pair
+        if type_of(value) != type_of(other):
+            return False
+        if not isinstance(value, list | dict):
+            if _exact(value) != _exact(other):
+                return False
+        elif len(value) != len(other):
+            return False
+        else:
+            left.append(_pairs(value, other))
+    return True
+
+
+def _pairs(value: Json, other: Json) -> Iterator[tuple[Json, Json]]:
+    """Return what has to be the same of two containers of one length."""
     if isinstance(value, list):
-        return all(map(_are_same, value, other))
-    if isinstance(value, dict):
-        return all(_are_same(part, other[name]) for name, part in value.items())
-    return type_of(value) == type_of(other)
+        yield from zip(value, other, strict=True)
+        return
+    for name, part in value.items():
+        yield name in other, True
+        yield part, other.get(name)
 
 
 def _is_in_range(schema: Mapping[str, Any], value: "int | Decimal") -> bool:

@@ -88,7 +88,12 @@ def _read_json_call(reader: Reader, answer: Answer, *, needs_arguments: bool) ->
 
 
 def _read_fields(reader: Reader, call: _Call) -> Steps[bool]:
-    """Read up to the end of the object. Return False where something else stands."""
+    """Read up to the end of the object. Return False where something else stands.
+
+    What may be no call is strictly JSON: then a trigger can only be within its strings. What begins
+    there has a string wherever this one has none, so at the next trigger one of both ends. Nothing
+    is read more than three times, however triggers are nested.
+    """
     has_arguments = False
     while True:
         key = yield from reader.json_string()
@@ -101,7 +106,7 @@ def _read_fields(reader: Reader, call: _Call) -> Steps[bool]:
             has_arguments = True
             if not (yield from _read_arguments(reader, call)):
                 return False
-        elif not (yield from reader.json_value(_nowhere)):
+        elif not (yield from reader.json_value(_nowhere, is_strict=not call.has_begun)):
             return False
         if (yield from reader.accept("}")):
             return True
@@ -113,7 +118,7 @@ def _read_arguments(reader: Reader, call: _Call) -> Steps[bool]:
     """Return whether they are an object, or a string that is one, and have an end."""
     first = yield from reader.peek()
     if first == "{":
-        return (yield from reader.json_value(call.arguments))
+        return (yield from reader.json_value(call.arguments, is_strict=call.name is None))
     text = yield from reader.json_string()
     if text is None or not _is_object(text):
         return False

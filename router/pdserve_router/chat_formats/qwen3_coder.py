@@ -1,15 +1,17 @@
 """Qwen3-Coder: a call as XML, each parameter in an element of its own."""
 
+import dataclasses
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
+from typing import Any
 
 from pdserve_common.structured.tags import MAX_WHITESPACE
 from pdserve_common.structured.values import Values, type_of
 from pdserve_router.chat_formats.base import Answer, ChatFormat
-from pdserve_router.chat_formats.reader import Reader, Steps, escape_halves, is_json
+from pdserve_router.chat_formats.reader import Reader, Steps, escape_halves, load_json
 from pdserve_router.chat_formats.tags import CallRules, Tag, calls
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -188,38 +190,67 @@ class _Value:
         self._answer.arguments(_as_json("".join(self._pieces), self._values))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reading:
+    """What a text may stand for."""
+
+    value: Any
+    # As it is written, if it is no string.
+    text: str | None = None
+
+    def as_json(self) -> str:
+        return _json(self.value) if self.text is None else self.text
+
+
 def _as_json(text: str, values: Values) -> str:
     """Return the JSON that a value's text stands for: the first reading that the schema lets pass,
     else one of a type that it names, else any.
     """
-    readings = [*_readings(text)]
+    readings = [*_readings(text, values.types)]
     if values.are_listed:
-        readings += map(_json, _with_fewer_blanks(text))
-    loaded = [json.loads(each, parse_float=_number) for each in readings]
-    found = [i for i, value in enumerate(loaded) if type_of(value) in values.types] or [0]
-    best = values.first_of([loaded[i] for i in found]) if len(found) > 1 else None
-    return readings[found[best or 0]]
+        readings += map(_Reading, _with_fewer_blanks(text))
+    found = [each for each in readings if type_of(each.value) in values.types] or readings[:1]
+    best = values.first_of([each.value for each in found]) if len(found) > 1 else None
+    return found[best or 0].as_json()
+
+
+def _readings(text: str, types: frozenset[str]) -> Iterator[_Reading]:
+    """Return what a text may stand for: JSON, a string, or what Python would write so, as chat
+    templates do of constants. JSON is nothing of Python's.
+    """
+    inner = text.removeprefix("\n").removesuffix("\n")
+    word = inner.strip()
+    found = _from_json(word) or _from_json(_CONSTANTS.get(word, ""))
+    is_string = word.startswith('"')
+    if not is_string:
+        yield from found
+    yield from map(_Reading, (inner, word, text))
+    if is_string:
+        yield from found
+    if not found and types & {"array", "object"}:
+        yield from _from_json(_from_python(word))
+
+
+def _from_json(text: str) -> list[_Reading]:
+    """Return the reading of a text as JSON, none if it is none."""
+    try:
+        return [_Reading(_exactly(text), text)]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _exactly(text: str) -> Any:
+    try:
+        return load_json(text, parse_float=Decimal)
+    except ArithmeticError:  # an exponent has too many digits
+        return load_json(text, parse_float=_number)
 
 
 def _number(text: str) -> Decimal | float:
     try:
         return Decimal(text)
-    except ArithmeticError:  # its exponent has too many digits
+    except ArithmeticError:
         return float(text)
-
-
-def _readings(text: str) -> Iterator[str]:
-    """Return what a text may stand for, as JSON: itself, a string, or what Python would write so,
-    as chat templates do of constants.
-    """
-    inner = text.removeprefix("\n").removesuffix("\n")
-    word = inner.strip()
-    is_string = word.startswith('"')
-    from_python = _from_python(word)
-    if not is_string:
-        yield from (each for each in (word, _CONSTANTS.get(word, "")) if is_json(each))
-    yield from map(_json, (inner, word, text))
-    yield from (each for each in (word if is_string else "", from_python) if is_json(each))
 
 
 def _with_fewer_blanks(text: str) -> Iterator[str]:
@@ -233,22 +264,48 @@ def _with_fewer_blanks(text: str) -> Iterator[str]:
 
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+# No more parts of a list or a dict of Python than this are looked at one by one, and so many of its
+# characters may be escaped: what has more is none.
+_MAX_PYTHON_PARTS = 4000
+
+
+def _run_of(part: str) -> str:
+    """Return a pattern of parts with nothing but numbers and commas between."""
+    return rf"{part}(?:[\s,:\d.+\-]*{part})*"
+
+
+# What JSON has in its strings as it is, but quotes.
+_PLAIN = r"\"'\\\x00-\x1f\ud800-\udfff"
+_SINGLE = _run_of(rf"'[^{_PLAIN}]*'")
+_DOUBLE = _run_of(rf'"(?:[^{_PLAIN}]|\')*"')
+_WORDS = _run_of(r"\b(?:None|True|False)\b")
 # Python's strings, constants, and commas before an end. A string without an end is one, too: it
-# would be looked through again from each quote within it.
+# would be looked through again from each quote within it. The usual ones, of which there may be
+# very many, are taken together.
 _PYTHON = re.compile(
-    r"""(?P<text>(?P<quote>['"])(?:(?!(?P=quote))[^\\\n]|\\.)*)(?P<end>(?P=quote))?"""
-    r"""|\b(?P<word>None|True|False)\b|(?P<comma>,(?=\s*[\]}]))"""
+    rf"(?P<single>{_SINGLE})|(?P<double>{_DOUBLE})"
+    r"""|(?P<text>(?P<quote>['"])(?:(?!(?P=quote))[^\\\n]|\\.)*)(?P<end>(?P=quote))?"""
+    rf"|(?P<words>{_WORDS})|(?P<comma>,(?=\s*[\]}}]))"
 )
 
 
 def _from_python(text: str) -> str:
     """Return a list or a dict of Python as JSON, if it is one."""
-    return _PYTHON.sub(_token_from_python, text) if text[:1] in ("[", "{") else ""
+    if text[:1] not in ("[", "{") or text.count("\\") > _MAX_PYTHON_PARTS:
+        return ""
+    return _PYTHON.sub(_token_from_python, text, count=_MAX_PYTHON_PARTS)
 
 
 def _token_from_python(match: "re.Match[str]") -> str:
-    if match["word"]:
-        return _CONSTANTS[match["word"]]
+    if match["single"]:
+        return match["single"].replace("'", '"')
+    if match["double"]:
+        return match["double"]
+    if match["words"]:
+        words = match["words"]
+        for word, constant in _CONSTANTS.items():
+            words = words.replace(word, constant)
+        return words
     if match["comma"]:
         return ""
     is_string = match["end"] is not None

@@ -5,7 +5,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 # A reading in progress: it yields when it needs more text.
@@ -175,17 +175,18 @@ class Reader:
             if not self._advance():
                 yield
 
-    def json_value(self, emit: Emit) -> Steps[bool]:
+    def json_value(self, emit: Emit, *, is_strict: bool = False) -> Steps[bool]:
         """Take blank space and pass on a JSON value as it stands. Return whether it has an end; no
-        more of it is checked than brackets and quotes.
+        more of it is checked than brackets and quotes. Strict: it has none, and no more of it is
+        taken, where outside of strings something stands that is in no JSON.
         """
         yield from self.peek()
-        span = _JsonSpan()
+        span = _JsonSpan(in_brackets=_STRICT_IN_BRACKETS if is_strict else _IN_BRACKETS)
         while True:
             length = span.scan(self._text)
             self._pass_on(self._take(len(self._text) if length is None else length), emit)
             if length is not None or self._is_last:
-                return length is not None
+                return length is not None and not span.is_broken
             if not self._advance():
                 yield
 
@@ -195,17 +196,17 @@ class Reader:
         """
         if (yield from self.peek()) not in ("[", "{"):
             return None
-        span = _JsonSpan(is_strict=True)
+        span = _JsonSpan(in_brackets=_STRICT_IN_BRACKETS, in_string=_STRICT_IN_STRING)
         pieces: list[str] = []
-        while not span.is_broken:
+        while True:
             length = span.scan(self._text)
             pieces.append(self._take(len(self._text) if length is None else length))
             if length is not None or self._is_last:
                 text = "".join(pieces)
-                return text if length is not None and is_json(text) else None
+                is_whole = length is not None and not span.is_broken
+                return text if is_whole and is_json(text) else None
             if not self._advance():
                 yield
-        return None
 
     def json_string(self) -> Steps[str | None]:
         """Take blank space and a JSON string and return what it says; None for anything else."""
@@ -277,10 +278,17 @@ def escape_halves(text: str) -> str:
 def is_json(text: str) -> bool:
     """Return whether a text is JSON and nothing else, also no NaN."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        load_json(text)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def load_json(text: str, *, parse_float: Callable[[str], Any] = float) -> Any:
+    """Return what a text says. Raises ValueError or RecursionError if it is no JSON, and what
+    `parse_float` raises.
+    """
+    return json.loads(text, parse_float=parse_float, parse_constant=_refuse)
 
 
 def _refuse(word: str) -> None:
@@ -290,15 +298,18 @@ def _refuse(word: str) -> None:
 _IN_STRING = re.compile(r'["\\]')
 _IN_BRACKETS = re.compile(r'["{}\[\]]')
 _BEHIND_SCALAR = re.compile(r"[,}\]\s]")
-# With what is in no JSON there.
+# With what is in no JSON there: outside of strings it has numbers, true, false and null, so that
+# no format's marker passes.
 _STRICT_IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_STRICT_IN_BRACKETS = re.compile(r'["{}\[\]]|[^\w\s+\-.:,]')
+_STRICT_IN_BRACKETS = re.compile(r"[^\s0-9+\-.:,eEtrufalsn]")
+_STRICT_BEHIND_SCALAR = re.compile(r"[^0-9+\-.eEtrufalsn]")
 
 
 class _JsonSpan:
     """Finds the end of a JSON value in text that comes bit by bit."""
 
     __slots__ = (
+        "_behind_scalar",
         "_depth",
         "_in_brackets",
         "_in_string",
@@ -308,19 +319,27 @@ class _JsonSpan:
         "is_broken",
     )
 
-    def __init__(self, *, is_strict: bool = False) -> None:
-        """Strict: what cannot be JSON, by its characters, is broken."""
-        self._in_string = _STRICT_IN_STRING if is_strict else _IN_STRING
-        self._in_brackets = _STRICT_IN_BRACKETS if is_strict else _IN_BRACKETS
+    def __init__(
+        self,
+        *,
+        in_brackets: "re.Pattern[str]" = _IN_BRACKETS,
+        in_string: "re.Pattern[str]" = _IN_STRING,
+    ) -> None:
+        """What matters in both: what is neither bracket, quote nor escape is in no JSON there."""
+        is_strict = in_brackets is _STRICT_IN_BRACKETS
+        self._in_string = in_string
+        self._in_brackets = in_brackets
+        self._behind_scalar = _STRICT_BEHIND_SCALAR if is_strict else _BEHIND_SCALAR
         self._is_begun = False
         self._is_string = False
         self._is_escaped = False
         self._depth = 0
+        # Something is in no JSON.
         self.is_broken = False
 
     def scan(self, text: str) -> int | None:
-        """Return how many characters of the next bit belong to it; None: all, and it goes on or is
-        broken.
+        """Return how many characters of the next bit belong to it, up to its end or to what is in
+        no JSON; None: all, and it goes on.
         """
         at = 0
         while at < len(text):
@@ -330,9 +349,7 @@ class _JsonSpan:
             elif (end := self._next(text, at)) is None:
                 return None
             elif self._is_over(text[end]):
-                return end if self._is_scalar else end + 1
-            elif self.is_broken:
-                return None
+                return end if self._is_scalar or self.is_broken else end + 1
             else:
                 at = end + 1
         return None
@@ -348,11 +365,12 @@ class _JsonSpan:
             # A number or a word ends before a character that is none of it.
             self._depth = 0 if text[at] in '{["' else -1
         pattern = self._in_string if self._is_string else self._in_brackets
-        found = (_BEHIND_SCALAR if self._is_scalar else pattern).search(text, at)
+        found = (self._behind_scalar if self._is_scalar else pattern).search(text, at)
         return None if found is None else found.start()
 
     def _is_over(self, character: str) -> bool:
         if self._is_scalar:
+            self.is_broken = _BEHIND_SCALAR.match(character) is None
             return True
         if self._is_string:
             self._is_escaped = character == "\\"
@@ -364,4 +382,4 @@ class _JsonSpan:
             self._depth += 1 if character in "{[" else -1
         else:
             self.is_broken = True
-        return self._depth == 0 and not self._is_string and not self.is_broken
+        return self.is_broken or (self._depth == 0 and not self._is_string)
