@@ -26,7 +26,7 @@ from pdserve_router.requests.input.request_limits import (
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
-from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS
+from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS, MAX_SCHEMA_OBJECTS
 from support.refusals import refused
 from support.samples import sampled
 
@@ -270,6 +270,22 @@ async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
         assert f"at most {MAX_ENFORCED_TOOLS}" in message
         await post(stack.api, CHAT, {"tools": tools[1:], "tool_choice": "required"})
         assert tools[-1]["function"]["name"] in constraint_of(stack).structural_tag
+
+
+async def test_a_tools_schema_of_very_many_objects_is_refused(start_stack) -> None:
+    def calling(num_options: int) -> dict[str, Any]:
+        city = {"anyOf": [{"const": i} for i in range(num_options)]}
+        parameters = {"type": "object", "properties": {"city": city}}
+        function = {"name": "weather", "parameters": parameters}
+        return {"tools": [{"type": "function", "function": function}]}
+
+    # Besides the options, the parameters have three objects.
+    most = MAX_SCHEMA_OBJECTS - 3
+    async with start_stack(http=True, info={**SERVED, "max_model_len": 1 << 20}) as stack:
+        await post(stack.api, CHAT, calling(most))
+        field, message = await refusal_of(stack.api, CHAT, calling(most + 1))
+    assert field == "tools"
+    assert message == "tools.weather.parameters has more than 4096 objects"
 
 
 SHORT_CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 2}}}

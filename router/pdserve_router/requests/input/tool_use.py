@@ -23,6 +23,8 @@ from pdserve_router.text.tokenizer import Tokenizer
 
 # As OpenAI has it. Of more a grammar would be too large.
 MAX_ENFORCED_TOOLS = 128
+# Objects in a tool's schema: the event loop waits some 10 us for each when an answer has a call.
+MAX_SCHEMA_OBJECTS = 4096
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
 # Variables by which chat templates turn reasoning off.
@@ -115,6 +117,24 @@ def check_tool_use(
             "tool_choice asks for a call, which no worker enforces yet, must be none or auto",
             field="tool_choice",
         )
+    for name, schema in use.parameters.items():
+        if _has_too_many_objects(schema):
+            raise InvalidRequestError(
+                f"tools.{name}.parameters has more than {MAX_SCHEMA_OBJECTS} objects",
+                field="tools",
+            )
+
+
+def _has_too_many_objects(schema: Any) -> bool:
+    num_objects, left = 0, [schema]
+    while left and num_objects <= MAX_SCHEMA_OBJECTS:
+        value = left.pop()
+        if isinstance(value, dict):
+            num_objects += 1
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return num_objects > MAX_SCHEMA_OBJECTS
 
 
 def calling_params(
