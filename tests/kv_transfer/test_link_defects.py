@@ -136,8 +136,10 @@ class Handshakes:
         self.names = map(str, itertools.count())
 
     async def succeed(self) -> None:
-        """D hears P and P hears D, over a link that is dialed until it is up."""
-        for _ in range(3):
+        """D hears P and P hears D, over a link that is dialed until it is up: a defect and what
+        it leaves behind may cost several.
+        """
+        for _ in range(10):
             with contextlib.suppress(UnexpectedError):
                 self.pair.d.dial("p0", "127.0.0.1", self.port)
             if not await self.is_lost(asks=True):

@@ -21,6 +21,7 @@ from monitoring import autoscaling_targets, rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
 
 from support.cluster import Member
+from support.metrics import total
 
 FIRE_TIMEOUT_S = 90.0
 # The longest window that one test leaves to the next.
@@ -178,11 +179,17 @@ def drained_before_reads(world: World) -> Iterator[None]:
             world.cluster.controls(name).arm("chunk", hold=True, hold_s=HELD_S)
         for name in DECODE:
             world.cluster.controls(name).wait_reached("chunk", timeout_s=30.0)
+        # What is held may all be of one of them.
+        name = max(PREFILL, key=lambda name: num_sessions(world, name))
         try:
-            drain(world.cluster.members["prefill-0"], timeout_s=1)
+            drain(world.cluster.members[name], timeout_s=1)
             yield
         finally:
-            world.cluster.kill("prefill-0")  # it would take no request any more
+            world.cluster.kill(name)  # it would take no request any more
+
+
+def num_sessions(world: World, name: str) -> float:
+    return total(world.cluster.metrics(name), "pdserve_kv_sessions")
 
 
 def drain(member: Member, *, timeout_s: int) -> None:

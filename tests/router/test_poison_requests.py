@@ -15,9 +15,11 @@ from support.stub_worker import StubWorker
 SETTLE_S = 0.05
 
 
-def find_at_fault(lost: Sequence["Lost"], now: float) -> list[tuple["Lost", Any]]:
+def find_at_fault(
+    lost: Sequence["Lost"], now: float, *, rivals: Sequence["Lost"] = ()
+) -> list[tuple["Lost", Any]]:
     sent_from = [(each, each.not_before) for each in lost]
-    return poison_requests.find_at_fault(sent_from, now, settle_s=SETTLE_S)
+    return poison_requests.find_at_fault(sent_from, now, settle_s=SETTLE_S, rivals=rivals)
 
 
 @dataclass
@@ -90,3 +92,38 @@ def test_workers_that_only_say_so_have_not_died(workers: Iterator[Any]) -> None:
     request = lost(first, second)
     assert find_at_fault([request], 1.0) == []
     assert not request.is_tried_alone
+
+
+def test_a_verdict_waits_for_those_that_lost_a_worker_too(workers: Iterator[Any]) -> None:
+    """Each worker died under one of them, at its first: the one that lost both did nothing."""
+    first, second, third = (next(workers) for _ in range(3))
+    both, of_first, of_second = lost(first, second), lost(first), lost(second)
+    for rivals in ([of_first, of_second], [of_first], [of_second]):
+        assert find_at_fault([both], 1.0, rivals=rivals) == []
+        assert is_to_be_judged(both)
+    # The first one ends another worker, and is judged.
+    of_first.ended.append((third, third.info.epoch))
+    of_first.died_at = third
+    assert find_at_fault([of_first], 1.0, rivals=[of_second]) == [(of_first, third)]
+    # Without it, who lost both has lost one that nobody is known to have ended.
+    both.ended.pop(0)
+    assert not is_to_be_judged(both)
+    assert find_at_fault([both], 1.0, rivals=[of_second]) == []
+
+
+def test_it_is_at_fault_when_the_others_have_brought_tokens_or_too_late(
+    workers: Iterator[Any],
+) -> None:
+    first, second = next(workers), next(workers)
+    for now, rivals in ((1.0, []), (11.0, [lost(first), lost(second)])):
+        both = lost(first, second)
+        assert find_at_fault([both], now, rivals=rivals) == [(both, second)]
+
+
+def test_two_that_lost_one_worker_together_and_another_each_are_tried(
+    workers: Iterator[Any],
+) -> None:
+    first, second, third = (next(workers) for _ in range(3))
+    each = [lost(first, second), lost(first, third)]
+    assert find_at_fault(each, 1.0) == []
+    assert all(one.is_tried_alone and one.is_excused for one in each)

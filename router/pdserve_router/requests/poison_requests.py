@@ -5,9 +5,13 @@ too, at the same place: so a request under which two died, and that brought no t
 second, is at fault if it is the only one, or has lost more than the others. If there are several,
 each is tried alone: one such request is on workers at a time, until it has an answer from them or
 they die under it.
+
+Each of the two may have died under another request. Those that lost a worker with it are sent
+again meanwhile: the verdict waits until they have brought a token, or have lost another worker,
+which then speaks against them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pdserve_common.types.engine import EngineError, ErrorCode, ErrorFault
@@ -15,6 +19,8 @@ from pdserve_router.workers.worker import Worker
 
 # Workers that die under a request before it can be ended for that.
 NUM_DEATHS = 2
+# So long a verdict waits for those that lost a worker with the request: about a long prompt's time.
+RIVALS_WAIT_S = 10.0
 
 
 class LostRequest(Protocol):
@@ -55,12 +61,17 @@ def is_to_be_judged(request: LostRequest) -> bool:
 
 
 def find_at_fault(
-    requests: Iterable[tuple[LostRequest, float]], now: float, *, settle_s: float
+    requests: Iterable[tuple[LostRequest, float]],
+    now: float,
+    *,
+    settle_s: float,
+    rivals: Sequence[LostRequest] = (),
 ) -> list[tuple[LostRequest, Worker]]:
     """Return those of all lost requests, each with the time from which it may be sent again, that
     are to be ended, with the workers that died under them. Others that may be at fault are tried
     alone from now on. A worker's death is looked at after `settle_s`, when all that had requests
-    there have been told, and when none of them may still go on without it.
+    there have been told, and when none of them may still go on without it. `rivals`: those that are
+    not judged now, and are sent again or were and have brought no token since.
     """
     by_worker: dict[Worker, list[LostRequest]] = {}
     looked_at: dict[Worker, float] = {}
@@ -70,16 +81,28 @@ def find_at_fault(
             due = max(each.lost_at + settle_s, not_before)
             looked_at[died_at] = max(looked_at.get(died_at, due), due)
     found = []
-    for worker, lost in by_worker.items():
+    for worker, lost_there in by_worker.items():
         if now < looked_at[worker]:
             continue
-        for each in lost:
-            each.died_at = None
-        possible = [each for each in lost if num_deaths(each) >= NUM_DEATHS]
-        for each in possible:
-            each.is_tried_alone = each.is_excused = True
+        possible = [each for each in lost_there if num_deaths(each) >= NUM_DEATHS]
         most = max(map(num_deaths, possible), default=0)
         worst = [each for each in possible if num_deaths(each) == most]
         if len(worst) == 1:
-            found.append((worst[0], worker))
+            if now < worst[0].lost_at + RIVALS_WAIT_S and _has_lost_with(worst[0], rivals):
+                continue
+            elsewhere = (
+                each for at, lost in by_worker.items() if at is not worker for each in lost
+            )
+            if not _has_lost_with(worst[0], elsewhere):
+                found.append((worst[0], worker))
+        for each in lost_there:
+            each.died_at = None
+        for each in possible:
+            each.is_tried_alone = each.is_excused = True
     return found
+
+
+def _has_lost_with(request: LostRequest, others: Iterable[LostRequest]) -> bool:
+    """Has the request lost a worker together with one of the others?"""
+    ended = set(request.ended)
+    return any(not ended.isdisjoint(each.ended) for each in others if each is not request)

@@ -488,7 +488,13 @@ class RedriveQueue:
         self._over.clear()
         self._over.extend(over)
         lost += [(each, now) for each in over]
-        for recovery, worker in find_at_fault(lost, now, settle_s=TICK_S):
+        to_be_sent = (
+            each
+            for each in self._waiting
+            if not is_to_be_judged(each.recovery) and not self.is_spent(each)
+        )
+        rivals = [each.recovery for each in (*self._sent, *to_be_sent)]
+        for recovery, worker in find_at_fault(lost, now, settle_s=TICK_S, rivals=rivals):
             error = RequestFailedError(
                 f"{num_deaths(recovery)} workers were lost under this request: no other one gets it"
             )
