@@ -131,6 +131,22 @@ async def test_what_a_step_says_of_the_engine_outlives_messages_that_say_nothing
     assert (frame.scheduler_stats, frame.finished_requests) == (None, frozenset())
 
 
+async def test_a_wave_outlives_messages_that_name_none_or_an_earlier_one() -> None:
+    box = Outbox(no_abort)
+    box.put(outputs(start_wave=4, wave_complete=3))
+    box.put(outputs(tokens("a", 0, 5), start_wave=3))
+    (frame,) = await box.get(0.0)
+    assert (frame.start_wave, frame.wave_complete) == (4, 3)
+
+
+async def test_experts_of_tokens_that_pile_up_are_those_of_all_tokens() -> None:
+    box = Outbox(no_abort)
+    box.put(outputs(tokens("a", 0, 5, routed_experts=(1, 2))))
+    box.put(outputs(tokens("a", 1, 6, 7, routed_experts=(0, 3, 1, 3))))
+    (frame,) = await box.get(0.0)
+    assert frame.outputs == (tokens("a", 0, 5, 6, 7, routed_experts=(1, 2, 0, 3, 1, 3)),)
+
+
 async def test_ends_that_follow_from_a_step_come_behind_all_its_outputs() -> None:
     """Whoever reads that the engine has died reads no further."""
     box = Outbox(no_abort)

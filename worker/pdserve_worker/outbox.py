@@ -22,10 +22,11 @@ MAX_PENDING_BYTES = 16 * 1024 * 1024
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 # A frame stays well below gRPC's message limit and does not hold up the frames behind it.
 MAX_FRAME_BYTES = 1024 * 1024
-# Rough size of an output without its tokens, of a token, of a logprob and of a pooled number, on
-# the wire.
+# Rough size of an output without its tokens, of a token, of an expert's id, of a logprob and of a
+# pooled number, on the wire.
 OUTPUT_BYTES = 96
 TOKEN_BYTES = 5
+EXPERT_BYTES = 2
 LOGPROB_BYTES = 9
 POOLED_BYTES = 4
 
@@ -79,6 +80,8 @@ class Outbox:
             scheduler_stats=outputs.scheduler_stats or rest.scheduler_stats,
             finished_requests=outputs.finished_requests | rest.finished_requests,
             engine_dead=outputs.engine_dead or rest.engine_dead,
+            wave_complete=_later(rest.wave_complete, outputs.wave_complete),
+            start_wave=_later(rest.start_wave, outputs.start_wave),
         )
         self._event.set()
 
@@ -170,6 +173,11 @@ class Outbox:
             self._abort(request_id)
 
 
+def _later(wave: int | None, other: int | None) -> int | None:
+    """Return the later of two waves; None: there is none."""
+    return max((each for each in (wave, other) if each is not None), default=None)
+
+
 def _join(first: LogprobsLists | None, second: LogprobsLists | None) -> LogprobsLists | None:
     if first is None or second is None:
         return first or second
@@ -190,12 +198,14 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
         num_nans_in_logits=first.num_nans_in_logits + second.num_nans_in_logits,
         kv_lost=first.kv_lost or second.kv_lost,
         draft_stats=first.draft_stats + second.draft_stats,
+        routed_experts=first.routed_experts + second.routed_experts,
     )
 
 
 def size_of(output: EngineCoreOutput) -> int:
     """Return its bytes on the wire, roughly."""
     num_bytes = OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+    num_bytes += EXPERT_BYTES * len(output.routed_experts)
     for logprobs in (output.new_logprobs, output.new_prompt_logprobs):
         if logprobs is not None:
             num_bytes += LOGPROB_BYTES * sum(map(len, logprobs.logprobs))
