@@ -175,7 +175,10 @@ STARTS_PROCESSES = {
 REQUESTS = "engine/pdserve_engine/request"
 WRITERS = {
     RequestProgress: (f"{REQUESTS}/progress.py",),
-    Handoff: (f"{REQUESTS}/handoff.py", "engine/pdserve_engine/core/handoff/remote_decode.py"),
+    Handoff: (
+        f"{REQUESTS}/handoff.py",
+        "engine/pdserve_engine/core/handoff/prefill_grant_requests.py",
+    ),
     RequestDrafts: (f"{REQUESTS}/drafts.py", "engine/pdserve_engine/core/results.py"),
 }
 

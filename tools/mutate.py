@@ -67,7 +67,7 @@ AREAS = {
             f"{ENGINE}/request/*.py",
             f"{ENGINE}/kv/block_pool.py",
             f"{ENGINE}/kv/kv_cache_manager.py",
-            f"!{ENGINE}/core/handoff/remote_*.py",
+            f"!{ENGINE}/core/handoff/*grant*.py",
             f"!{ENGINE}/core/dump.py",
         ),
         (
@@ -98,7 +98,7 @@ AREAS = {
     "handoff": Area(
         (
             f"{ENGINE}/kv_transfer/**/*.py",
-            f"{ENGINE}/core/handoff/remote_*.py",
+            f"{ENGINE}/core/handoff/*grant*.py",
             f"{WORKER}/kv_link/*.py",
             "common/pdserve_common/wire/kv_link.py",
             *(
@@ -111,7 +111,7 @@ AREAS = {
             "common/test_wire.py",
             "engine/test_fencing.py",
             "engine/test_handoff_engines.py",
-            "engine/test_remote_*.py",
+            "engine/test_*grant*.py",
             "engine/test_prefixes.py",
             "engine/test_speculative_first_step.py",
         ),

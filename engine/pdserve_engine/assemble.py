@@ -23,7 +23,7 @@ from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.description import describe
 from pdserve_engine.executor.multiproc import MultiprocExecutor
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
 from pdserve_engine.kv_offload.build import make_offload

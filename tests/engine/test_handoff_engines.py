@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from handoff_world import World
 
-from pdserve_engine.core.handoff import remote_prefill
+from pdserve_engine.core.handoff import decode_grants
 from pdserve_engine.kv_transfer.connectors.producer import ProducerConnector
 from pdserve_engine.kv_transfer.protocol.pull import Pull, Reservation
 from pdserve_engine.kv_transfer.protocol.pull_machine import PullMachine
@@ -24,7 +24,7 @@ WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6)]
 def test_no_wrong_token_and_no_leak(
     windows: tuple[int | None, ...], overdue_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_prefill, "OVERDUE_S", overdue_s)
+    monkeypatch.setattr(decode_grants, "OVERDUE_S", overdue_s)
     for seed in range(6):
         world = World(seed, windows)
         world.run(300)

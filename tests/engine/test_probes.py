@@ -4,7 +4,7 @@ import pytest
 
 from pdserve_common.limits.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SLOTS
-from pdserve_engine.core.handoff import remote_prefill
+from pdserve_engine.core.handoff import decode_grants
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import (
@@ -54,7 +54,7 @@ def test_a_full_decode_worker_grants_a_probe_and_runs_it(
     fill(engine)
     engine.consumer.claim("claims")
     engine.step()
-    clock.now_s += 10 * remote_prefill.OVERDUE_S  # nobody may overtake them
+    clock.now_s += 10 * decode_grants.OVERDUE_S  # nobody may overtake them
     add_probe(engine, "probe", kv_transfer_params=ON_D)
     engine.consumer.claim("probe")
     engine.step()

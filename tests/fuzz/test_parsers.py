@@ -39,7 +39,7 @@ from pdserve_common.wire import (
     kv_link_response_from_proto,
     to_proto,
 )
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.native import Matcher
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_engine.lora.adapter import read_adapter

@@ -20,7 +20,7 @@ from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_common.types.engine import EngineCoreRequest, Generate
 from pdserve_common.types.sampling_params import SamplingParams, StructuredOutputsParams
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.compiler_process import MAX_SMALL_BYTES
 from pdserve_engine.grammar.native import (
     CompiledGrammar,

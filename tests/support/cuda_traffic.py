@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdserve_common.types.sampling_params import SamplingParams
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from support.grammars import EOS, MODEL, VOCAB_SIZE, structural_tag

@@ -17,7 +17,7 @@ import numpy as np
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.types.sampling_params import StructuredOutputsParams
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher
 from pdserve_engine.grammar.vocabulary import make_encoder, make_tokenizer_info
 from support.grammars import EOS, MODEL, VOCAB_SIZE

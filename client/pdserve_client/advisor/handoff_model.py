@@ -7,7 +7,7 @@ from typing import Any
 from pdserve_client.advisor.cost_profile import HandoffCost
 from pdserve_client.advisor.worker_model import Leg, WorkerModel
 
-# As in the engine's `core/handoff/remote_decode.py` and `core/handoff/remote_prefill.py`.
+# As in the engine's `core/handoff/prefill_grant_requests.py` and `core/handoff/decode_grants.py`.
 NUM_ASKED_AHEAD = 2
 MAX_SHARE = 0.25
 MAX_SKIPPED = 16

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from pdserve_engine.config import NUM_PROBE_SLOTS, SchedulerConfig
-from pdserve_engine.core.handoff.remote_prefill import Room
+from pdserve_engine.core.handoff.decode_grants import Room
 from pdserve_engine.core.request_containers import RequestContainers
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager

@@ -4,7 +4,7 @@ the one at fault fails.
 
 from collections.abc import Iterable
 
-from pdserve_engine.core.handoff.remote_decode import RemoteDecodes
+from pdserve_engine.core.handoff.prefill_grant_requests import RemoteDecodes
 from pdserve_engine.request.request import Request
 
 

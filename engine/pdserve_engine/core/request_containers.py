@@ -24,10 +24,10 @@ from pdserve_engine.core.features.adapter_pool import AdapterPool
 from pdserve_engine.core.features.encoder_cache_manager import EncoderCacheManager
 from pdserve_engine.core.features.forks import Forks
 from pdserve_engine.core.features.waiting_for_fsm import WaitingForFSM
+from pdserve_engine.core.handoff.decode_grants import RemotePrefills
 from pdserve_engine.core.handoff.decode_slots import DecodeSlots
+from pdserve_engine.core.handoff.prefill_grant_requests import RemoteDecodes
 from pdserve_engine.core.handoff.prefixes import PrefixPulls
-from pdserve_engine.core.handoff.remote_decode import RemoteDecodes
-from pdserve_engine.core.handoff.remote_prefill import RemotePrefills
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.isolated_requests import IsolatedRequests
 from pdserve_engine.core.running import KVReady, Running

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.native import TokenizerInfo
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from support.grammars import EOS, MODEL, VOCAB_SIZE, Compile, structural_tag

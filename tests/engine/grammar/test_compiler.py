@@ -20,11 +20,11 @@ from pdserve_common.errors import (
 )
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_common.types.sampling_params import StructuredOutputsParams
-from pdserve_engine.grammar import compiler as compiler_module
+from pdserve_engine.grammar import compile_queue as compiler_module
 from pdserve_engine.grammar import compiler_client as process_module
 from pdserve_engine.grammar import compiler_process as child_module
 from pdserve_engine.grammar.cache import GrammarCache
-from pdserve_engine.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler, Outcome
+from pdserve_engine.grammar.compile_queue import MAX_TEXT_BYTES, GrammarCompiler, Outcome
 from pdserve_engine.grammar.compiler_client import CompilerProcess
 from pdserve_engine.grammar.messages import Refused
 from pdserve_engine.grammar.native import (

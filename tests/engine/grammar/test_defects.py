@@ -10,8 +10,8 @@ from pdserve_common.observability.defects import DEFECTS
 from pdserve_common.processes.calls import Call
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.types.sampling_params import StructuredOutputsParams
-from pdserve_engine.grammar import compiler as compiler_module
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar import compile_queue as compiler_module
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.messages import (
     Compile,

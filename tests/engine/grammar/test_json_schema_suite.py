@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from support.json_schema_suite import DRAFTS, KEPT, Suite, groups
 
 SUITE = "JSON_SCHEMA_TEST_SUITE"

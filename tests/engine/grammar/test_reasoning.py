@@ -17,7 +17,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_common.types.sampling_params import StructuredOutputsParams
-from pdserve_engine.grammar.compiler import GrammarCompiler
+from pdserve_engine.grammar.compile_queue import GrammarCompiler
 from pdserve_engine.grammar.native import Matcher, TokenizerInfo, compile_structural_tag
 from pdserve_engine.grammar.vocabulary import SPECIAL, make_tokenizer_info
 from support.grammars import EOS, MODEL, VOCAB_SIZE

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pdserve_common.types.engine import EngineCoreOutput
-from pdserve_engine.core.handoff import remote_prefill
+from pdserve_engine.core.handoff import decode_grants
 from pdserve_engine.core.scheduler import PauseState
 from support.clock import Clock
 from support.scripted_engine import ON_D, Engine, decode_engine, expected
@@ -75,7 +75,7 @@ def test_an_overdue_claim_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> N
     add_claimed(engine, "small", 4)
     engine.step()
     assert list(engine.consumer.loading) == ["small"], "it is not overdue yet"
-    monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
+    monkeypatch.setattr(decode_grants, "OVERDUE_S", 0.0)
     engine.add("new", [2] * 4)
     add_claimed(engine, "tiny", 4)
     engine.consumer.finish_load("small")
@@ -113,11 +113,11 @@ def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(clock: Clo
     engine.step()
     add_claimed(engine, "big", 40)
     engine.step()
-    clock.now_s += remote_prefill.OVERDUE_S / 2
+    clock.now_s += decode_grants.OVERDUE_S / 2
     add_claimed(engine, "small", 16)
     engine.step()
     assert list(engine.consumer.loading) == ["small"], "big does not fit"
-    clock.now_s += remote_prefill.OVERDUE_S
+    clock.now_s += decode_grants.OVERDUE_S
     engine.add("new", [2] * 4)
     while "small" in engine.consumer.loading:
         engine.step()
@@ -225,7 +225,7 @@ def test_d_tells_the_router_only_what_the_next_attempt_finds(options: dict[str, 
 
 def test_a_lost_claim_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would get no blocks, as P does not ask for them any more, but waits for the router."""
-    monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
+    monkeypatch.setattr(decode_grants, "OVERDUE_S", 0.0)
     engine = decode_engine(num_blocks=16, enable_caching=False)
     engine.add("running", [1] * 30, max_tokens=30)
     engine.step()
@@ -255,7 +255,7 @@ def test_many_claims_that_wait_cost_a_step_little(
     )
     engine.step()
     assert not engine.consumer.loading
-    assert len(lookups) == remote_prefill.MAX_SKIPPED
+    assert len(lookups) == decode_grants.MAX_SKIPPED
     assert len(engine.consumer.deferred) == 100
 
 
@@ -268,7 +268,7 @@ def test_p_hears_of_every_claim_that_has_to_wait(clock: Clock) -> None:
     names = [f"{number}" for number in range(20)]
     for name in names:
         add_claimed(engine, name, 4)
-        clock.now_s += 2 * remote_prefill.OVERDUE_S
+        clock.now_s += 2 * decode_grants.OVERDUE_S
         engine.step()
     assert not engine.consumer.loading
     assert engine.consumer.deferred == names
