@@ -26,6 +26,7 @@ SHAPES = [
 WITH_EXPERTS = [
     *SHAPES,
     pytest.param(Shape(num_experts=5, windows=(None, 20, None)), id="experts"),
+    pytest.param(Shape(num_experts=6, shared_size=200, has_bias=True), id="a shared expert"),
 ]
 
 

@@ -5,7 +5,7 @@ import torch
 from expert_models import SHAPES, make_experts, moe_in_fp64
 
 from pdserve_kernels import cpu, reference
-from pdserve_kernels.reference.moe import route
+from pdserve_kernels.reference.moe import SharedExpert, route
 
 pytestmark = pytest.mark.usefixtures("each_isa")
 
@@ -14,9 +14,7 @@ ROWS = [1, 2, 7, 230]
 
 
 def packed_of(kernels, experts):
-    return kernels.pack_moe(
-        experts.router, experts.mlps, top_k=experts.top_k, renormalize=experts.renormalize
-    )
+    return kernels.pack_moe(experts.router, experts.mlps, **experts.options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -63,9 +61,31 @@ def test_equal_logits_choose_the_lowest_ids():
     assert torch.equal(found, unit)  # (0 + 1 + 2) / 3
 
 
-def test_a_row_of_nan_leaves_its_neighbours_alone():
-    packed = packed_of(cpu, make_experts(SHAPES[1], torch.bfloat16))
-    x = torch.randn(5, SHAPES[1].hidden).bfloat16()
+def test_shares_of_a_shared_expert_are_sigmoids_of_its_gate():
+    """Of any logit; the rows' own expert brings nothing."""
+    logits = torch.tensor([-200.0, -90.0, -3.0, 0.0, 0.5, 90.0, 200.0, torch.nan]).bfloat16()
+    x = torch.stack((logits, torch.ones_like(logits)), 1)
+    gate_up = torch.tensor([[0.0, 8.0], [0.0, 1.0]] * 2).bfloat16()[[0, 2, 1, 3]]
+    down = torch.ones(2, 2).bfloat16()
+    shared = SharedExpert(torch.tensor([[1.0, 0.0]]).bfloat16(), gate_up, down)
+    for kernels in (cpu, reference):
+        packed = kernels.pack_moe(
+            torch.zeros(1, 2).bfloat16(),
+            [(gate_up, torch.zeros_like(down))],
+            top_k=1,
+            renormalize=True,
+            shared=shared,
+        )
+        activated = torch.nn.functional.silu(torch.tensor(8.0)).bfloat16().float()
+        expected = (logits.float().sigmoid() * 2 * activated).bfloat16()
+        found = kernels.fused_moe(x, packed)
+        torch.testing.assert_close(found, expected[:, None].expand(8, 2), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]])
+def test_a_row_of_nan_leaves_its_neighbours_alone(shape):
+    packed = packed_of(cpu, make_experts(shape, torch.bfloat16))
+    x = torch.randn(5, shape.hidden).bfloat16()
     clean = cpu.fused_moe(x, packed)
     x[2] = torch.nan
     found = cpu.fused_moe(x, packed)
@@ -84,11 +104,20 @@ def test_what_does_not_fit_is_refused():
         for wrong in (experts.mlps[1][::-1], [w.half() for w in experts.mlps[1]]):
             with pytest.raises(ValueError, match=r"expert 1 has torch.*, must have torch.bfloat16"):
                 packed_of(kernels, experts._replace(mlps=[experts.mlps[0], wrong]))
+        gate = experts.router[:1]
+        for shared in (
+            SharedExpert(experts.router[:2], *experts.mlps[0]),
+            SharedExpert(gate, *experts.mlps[0][::-1]),
+            SharedExpert(gate, *(weight.half() for weight in experts.mlps[0])),
+        ):
+            with pytest.raises(ValueError, match=r"the shared expert has torch.*, must have torch"):
+                packed_of(kernels, experts._replace(shared=shared))
 
 
 def test_sizes_and_dtypes_without_a_kernel_go_to_the_reference():
     odd = make_experts(SHAPES[0]._replace(intermediate=33), torch.bfloat16)
-    for experts in (odd, make_experts(SHAPES[0], torch.float32)):
+    odd_shared = make_experts(SHAPES[0]._replace(shared=33), torch.bfloat16)
+    for experts in (odd, odd_shared, make_experts(SHAPES[0], torch.float32)):
         packed = packed_of(cpu, experts)
         assert isinstance(packed, reference.moe.MoeWeight)
         x = torch.randn(3, SHAPES[0].hidden).to(experts.router.dtype)

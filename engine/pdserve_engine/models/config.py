@@ -14,6 +14,7 @@ from pdserve_engine.config import KVCacheDtype, LoadQuantization
 from pdserve_engine.models.experts import (
     ExpertsConfig,
     read_mixtral_experts,
+    read_qwen2_experts,
     read_qwen_experts,
 )
 from pdserve_engine.models.quantization import Quantization, read_quantization
@@ -36,11 +37,14 @@ class _Family(NamedTuple):
 
     # None: the config's attention_bias decides, for output as well as q, k and v.
     qkv_bias: bool | None = None
+    # The field that may say otherwise, for q, k and v alone.
+    qkv_bias_field: str | None = None
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     # "layers": the window applies to the layers named by layer_types or from max_window_layers on,
-    # if use_sliding_window is true; "used": to all of them if that is true; "always": to all.
-    window_scope: Literal["never", "always", "used", "layers"] = "never"
+    # if use_sliding_window is true; "alternating": to those named, or to every second one before
+    # max_window_layers, the first among them; "used": to all of them; "always": to all.
+    window_scope: Literal["never", "always", "used", "layers", "alternating"] = "never"
     # What transformers assumes where the field is missing.
     default_window: int | None = 4096
     default_head_dim: int | None = None
@@ -64,6 +68,13 @@ FAMILIES: Mapping[str, _Family] = {
         experts=read_mixtral_experts,
     ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, window_scope="layers", default_num_kv_heads=32),
+    "Qwen2MoeForCausalLM": _Family(
+        qkv_bias=True,
+        qkv_bias_field="qkv_bias",
+        window_scope="alternating",
+        default_num_kv_heads=16,
+        experts=read_qwen2_experts,
+    ),
     "Qwen3ForCausalLM": _Family(
         has_qk_norm=True, window_scope="layers", default_head_dim=128, default_num_kv_heads=32
     ),
@@ -75,8 +86,8 @@ FAMILIES: Mapping[str, _Family] = {
 CAUSAL_LM, SEQUENCE_CLASSIFICATION, BASE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
 # What transformers assumes where the field is missing.
 DEFAULT_MAX_WINDOW_LAYERS = 28
-# In layer_types, what layers with a window are.
-SLIDING = "sliding_attention"
+# In layer_types, what layers with a window are, and what others are.
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -209,7 +220,7 @@ def read_native_config(
         rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
         rope=rope,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
+        has_qkv_bias=_has_qkv_bias(raw, family),
         has_attention_output_bias=has_attention_bias and family.qkv_bias is None,
         has_mlp_bias=family.has_mlp_bias and bool(raw.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
@@ -312,6 +323,14 @@ def _read_experts(raw: Mapping[str, Any], family: _Family, num_layers: int) -> E
         raise ModelError(str(error)) from error
 
 
+def _has_qkv_bias(raw: Mapping[str, Any], family: _Family) -> bool:
+    if family.qkv_bias is None:
+        return bool(raw.get("attention_bias", False))
+    if family.qkv_bias_field is None:
+        return family.qkv_bias
+    return bool(raw.get(family.qkv_bias_field, family.qkv_bias))
+
+
 def _require_int(raw: Mapping[str, Any], field: str) -> int:
     value = raw.get(field)
     if not isinstance(value, int) or value <= 0:
@@ -351,6 +370,8 @@ def _read_windows(
     elif family.window_scope != "always" and not raw.get("use_sliding_window", False):
         window = None
     layer_types = raw.get("layer_types")
+    if layer_types is None and family.window_scope == "alternating":
+        layer_types = _alternating_types(raw, num_layers)
     if layer_types is None and family.window_scope == "layers":
         first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -359,17 +380,27 @@ def _read_windows(
         return windows
     typed = windows_of_types(layer_types, window, num_layers)
     # In other families transformers ignores them, fails, or takes the model for another one.
-    is_ignored = family.window_scope != "layers" and typed != windows
+    is_ignored = family.window_scope not in ("layers", "alternating") and typed != windows
     if is_ignored or (window is None and SLIDING in layer_types):
         raise ModelError(f"layer_types is {layer_types}, attention has the window {window}")
     return typed
+
+
+def _alternating_types(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return the kinds of attention that transformers assumes where layer_types is missing."""
+    end = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    is_used = raw.get("use_sliding_window", False)
+    return [
+        SLIDING if is_used and layer % 2 == 0 and layer < end else FULL
+        for layer in range(num_layers)
+    ]
 
 
 def windows_of_types(
     layer_types: Sequence[str], window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window, given the kind of its attention; raise ModelError for others."""
-    if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+    if other := sorted(set(layer_types) - {FULL, SLIDING}):
         supported = "full_attention, sliding_attention"
         raise ModelError(f"layer_types has {', '.join(other)}, supported are {supported}")
     if len(layer_types) != num_layers:

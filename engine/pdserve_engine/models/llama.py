@@ -1,5 +1,5 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data, and Mixtral
-and Qwen3-MoE, which have experts in place of MLPs.
+"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data, and
+Mixtral, Qwen2-MoE and Qwen3-MoE, which have experts in place of MLPs.
 """
 
 import logging

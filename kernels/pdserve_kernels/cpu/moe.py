@@ -19,9 +19,21 @@ from pdserve_kernels.cpu.linear import (
 )
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.reference import moe as reference_moe
-from pdserve_kernels.reference.moe import check_top_k, checked_experts
+from pdserve_kernels.reference.moe import (
+    SharedExpert,
+    check_shared,
+    check_top_k,
+    checked_experts,
+    with_gate,
+)
 
 _INT = ctypes.c_int64
+
+
+class _SharedExpert(ctypes.Structure):
+    """`SharedExpert` of csrc/moe.h."""
+
+    _fields_ = (("gate_up", PackedLinear), ("down", PackedLinear))
 
 
 class _Moe(ctypes.Structure):
@@ -31,6 +43,7 @@ class _Moe(ctypes.Structure):
         ("router", PackedLinear),
         ("gate_up", ctypes.POINTER(PackedLinear)),
         ("down", ctypes.POINTER(PackedLinear)),
+        ("shared", ctypes.POINTER(_SharedExpert)),
         ("top_k", _INT),
         ("renormalize", _INT),
     )
@@ -38,14 +51,16 @@ class _Moe(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeight:
-    """Experts for bf16 rows, in the order of their ids, and the router of as many outputs. Those of
-    a kind lie in one piece of memory.
+    """Experts for bf16 rows, in the order of their ids, and the router of as many outputs, or of
+    one more, the gate of a shared expert. Experts' weights of a kind lie in one piece of memory.
     """
 
     router: LinearWeight
     # In two parts.
     gate_up: tuple[LinearWeight, ...]
     down: tuple[LinearWeight, ...]
+    # Gate and up, in two parts, and down, or None.
+    shared: tuple[LinearWeight, LinearWeight] | None
     top_k: int
     renormalize: bool
     native: _Moe = field(init=False)
@@ -55,6 +70,7 @@ class MoeWeight:
             PackedLinear.of(self.router),
             _described(self.gate_up),
             _described(self.down),
+            self.shared and ctypes.pointer(_SharedExpert(*map(PackedLinear.of, self.shared))),
             self.top_k,
             self.renormalize,
         )
@@ -66,10 +82,13 @@ class MoeWeight:
         return ctypes.addressof(self.native)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """What a workspace depends on: the numbers of experts and of chosen ones, and two sizes."""
+    def shape(self) -> tuple[int, ...]:
+        """What a workspace depends on: the numbers of experts and of chosen ones, and the sizes of
+        rows, of experts and of the shared one, 0 if there is none.
+        """
         down = self.down[0]
-        return len(self.down), self.top_k, down.out_features, down.in_features
+        shared_size = 0 if self.shared is None else self.shared[1].in_features
+        return len(self.down), self.top_k, down.out_features, down.in_features, shared_size
 
 
 # What `pack_moe` returns for dtypes and sizes that have no C++ kernel.
@@ -82,22 +101,26 @@ def pack_moe(
     *,
     top_k: int,
     renormalize: bool,
+    shared: SharedExpert | None = None,
 ) -> AnyMoeWeight:
     """See the reference's contract. Dtypes but bf16, and odd sizes, go to the reference."""
     check_top_k(top_k, len(router))
     first, experts = _peeked(experts)
-    if not all(w.dtype == torch.bfloat16 and w.shape[1] % 2 == 0 for w in (router, *first)):
-        return reference.pack_moe(router, experts, top_k=top_k, renormalize=renormalize)
+    weights = (router, *first, *(shared or ()))
+    if not all(w.dtype == torch.bfloat16 and w.shape[1] % 2 == 0 for w in weights):
+        return reference.pack_moe(
+            router, experts, top_k=top_k, renormalize=renormalize, shared=shared
+        )
+    check_shared(router, shared)
     gate_up, down = _Stack(len(router), num_parts=2), _Stack(len(router), num_parts=1)
     for gate_up_weight, down_weight in checked_experts(router, experts):
         gate_up.add(gate_up_weight)
         down.add(down_weight)
-    packed_router = pack_linear(router)
-    assert isinstance(packed_router, LinearWeight)
     return MoeWeight(
-        router=packed_router,
+        router=_packed(with_gate(router, shared)),
         gate_up=tuple(gate_up.weights),
         down=tuple(down.weights),
+        shared=shared and (_packed(shared.gate_up, num_parts=2), _packed(shared.down)),
         top_k=top_k,
         renormalize=renormalize,
     )
@@ -147,6 +170,12 @@ class _Stack:
                 num_sums=1,
             )
         )
+
+
+def _packed(weight: torch.Tensor, *, num_parts: int = 1) -> LinearWeight:
+    packed = pack_linear(weight, num_parts=num_parts)
+    assert isinstance(packed, LinearWeight)
+    return packed
 
 
 def _described(weights: tuple[LinearWeight, ...]) -> "ctypes.Array[PackedLinear]":

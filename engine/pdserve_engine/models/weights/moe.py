@@ -10,10 +10,15 @@ from pdserve_engine.models.weights.layer_reader import LayerReader
 from pdserve_engine.models.weights.loader import WeightPart
 from pdserve_engine.models.weights.projection import Projection
 from pdserve_kernels.decoder import MoeMlp
+from pdserve_kernels.reference.moe import SharedExpert
 
 # What transformers 5 calls them in memory, all experts in one tensor; some tools store that.
 FUSED_MODULE = "mlp."
 FUSED_GATE_UP, FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+# The expert that all tokens have is stored by itself, however the others are.
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+SHARED_GATE_UP = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
+SHARED_DOWN = "mlp.shared_expert.down_proj.weight"
 
 
 class MoeWeights(NamedTuple):
@@ -37,6 +42,11 @@ class MoeWeights(NamedTuple):
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         count, size = self.config.num_experts, self.config.intermediate_size
         yield prefix + self._router, (count, self.hidden_size)
+        if (shared_size := self.config.shared_size) is not None:
+            yield prefix + SHARED_GATE, (1, self.hidden_size)
+            for name in SHARED_GATE_UP:
+                yield prefix + name, (shared_size, self.hidden_size)
+            yield prefix + SHARED_DOWN, (self.hidden_size, shared_size)
         if self.is_fused:
             yield prefix + FUSED_GATE_UP, (count, 2 * size, self.hidden_size)
             yield prefix + FUSED_DOWN, (count, self.hidden_size, size)
@@ -53,8 +63,18 @@ class MoeWeights(NamedTuple):
             (self._read_expert(reader, prefix, index) for index in range(config.num_experts)),
             top_k=config.num_experts_per_tok,
             renormalize=config.norm_topk_prob,
+            shared=self._read_shared(reader, prefix),
         )
         return MoeMlp(experts=experts)
+
+    def _read_shared(self, reader: LayerReader, prefix: str) -> SharedExpert | None:
+        if self.config.shared_size is None:
+            return None
+        return SharedExpert(
+            gate=reader.tensor(prefix + SHARED_GATE),
+            gate_up=reader.tensor(*(prefix + name for name in SHARED_GATE_UP)),
+            down=reader.tensor(prefix + SHARED_DOWN),
+        )
 
     def _read_expert(
         self, reader: LayerReader, prefix: str, expert: int
