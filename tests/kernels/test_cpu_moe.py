@@ -1,8 +1,11 @@
 """Experts on a CPU, in C++ and in torch, against fp64."""
 
+import dataclasses
+
 import pytest
 import torch
-from expert_models import SHAPES, make_experts, moe_in_fp64
+from expert_models import SHAPES, Experts, make_experts, moe_in_fp64
+from integer_weights import KINDS, exact, make_fp8_weight, make_weight
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.reference.moe import SharedExpert, route
@@ -42,6 +45,99 @@ def test_a_row_has_its_bits_in_any_batch_and_with_any_number_of_threads(shape, s
         for count in ROWS:
             assert torch.equal(cpu.fused_moe(x[:count], packed), together[:count])
             assert torch.equal(cpu.fused_moe(x[-count:], packed), together[-count:])
+
+
+def with_weights(experts: Experts, make) -> Experts:
+    """The same with what `make` makes of each expert's weights, the shared one's too."""
+    shared = experts.shared
+    return experts._replace(
+        mlps=[(make(gate_up), make(down)) for gate_up, down in experts.mlps],
+        shared=shared and shared._replace(gate_up=make(shared.gate_up), down=make(shared.down)),
+    )
+
+
+def make_quantized(shape, make, dtype=torch.bfloat16):
+    """Experts with weights that `make` makes of a shape, and a dense router."""
+
+    def weight(dense):
+        made = make(*dense.shape)
+        scales = made.scales * dense.shape[1] ** -0.5
+        return dataclasses.replace(made, scales=scales.to(made.scales.dtype), dtype=dtype)
+
+    return with_weights(make_experts(shape, dtype), weight)
+
+
+def dequantized(experts):
+    return with_weights(experts, lambda weight: weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_experts_are_their_dense_twins_in_the_reference(kind, dtype):
+    experts = make_quantized(SHAPES[3], lambda *shape: make_weight(*shape, *kind), dtype)
+    x = torch.randn(9, SHAPES[3].hidden).to(dtype)
+    twin = reference.fused_moe(x, packed_of(reference, dequantized(experts)))
+    assert torch.equal(reference.fused_moe(x, packed_of(reference, experts)), twin)
+    if dtype == torch.float32:  # which has no kernel in C++
+        assert torch.equal(cpu.fused_moe(x, packed_of(cpu, experts)), twin)
+
+
+def test_experts_in_fp8_are_their_dense_twins():
+    experts = make_quantized(SHAPES[3], make_fp8_weight)
+    x = torch.randn(9, SHAPES[3].hidden).bfloat16()
+    found, twin = (
+        cpu.fused_moe(x, packed_of(cpu, each)) for each in (experts, dequantized(experts))
+    )
+    assert torch.equal(found, twin)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_experts_agree_with_fp64_and_a_row_has_its_bits_in_any_batch(
+    kind, shape, set_threads
+):
+    experts = make_quantized(shape, lambda *of: make_weight(*of, *kind))
+    packed = packed_of(cpu, experts)
+    assert isinstance(packed, cpu.moe.MoeWeight)
+    x = torch.randn(ROWS[-1], shape.hidden).bfloat16()
+    set_threads(1)
+    together = cpu.fused_moe(x, packed)
+    expected = moe_in_fp64(x, with_weights(experts, exact)).bfloat16()
+    torch.testing.assert_close(together, expected, rtol=2e-2, atol=2e-2)
+    for num_threads in (1, 2):
+        set_threads(num_threads)
+        for count in ROWS:
+            assert torch.equal(cpu.fused_moe(x[:count], packed), together[:count])
+
+
+def test_integers_of_a_kind_lie_in_one_piece_and_take_no_more_than_their_bits():
+    kind = (4, 32, torch.bfloat16, True)
+    shape = SHAPES[0]._replace(hidden=128, intermediate=128)
+    packed = packed_of(cpu, make_quantized(shape, lambda *of: make_weight(*of, *kind)))
+    for weights in (packed.gate_up, packed.down):
+        values = [weight.panels.values for weight in weights]
+        begins = [each.data_ptr() for each in values]
+        size = weights[0].out_features * weights[0].in_features // 2
+        assert [each.nbytes for each in values] == [size] * shape.num_experts
+        assert begins == [begins[0] + size * i for i in range(shape.num_experts)]
+
+
+def test_experts_may_differ_in_how_they_are_stored():
+    """As of a checkpoint that left some as they were."""
+    shape = SHAPES[0]
+    quantized = [
+        make_quantized(shape, lambda *of, kind=kind: make_weight(*of, *kind))
+        for kind in ((4, 32, torch.bfloat16, False), (8, None, torch.float32, False))
+    ]
+    dense = make_experts(shape, torch.bfloat16)
+    for order in ([*quantized, dense], [dense, *quantized]):
+        mlps = [order[i % 3].mlps[i] for i in range(shape.num_experts)]
+        experts = dense._replace(mlps=mlps)
+        twin = with_weights(experts, lambda w: w if isinstance(w, torch.Tensor) else exact(w))
+        x = torch.randn(40, shape.hidden).bfloat16()
+        found = cpu.fused_moe(x, packed_of(cpu, experts))
+        expected = moe_in_fp64(x, twin).bfloat16()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_equal_logits_choose_the_lowest_ids():

@@ -5,6 +5,7 @@ import torch
 from expert_models import SHAPES, make_experts, moe_in_fp64
 
 from pdserve_kernels.reference.moe import SharedExpert, route
+from pdserve_kernels.reference.quantization import quantize
 from support.triton_kernels import DEVICE, DTYPES, ON_GPU_OR_INTERPRETED, assert_close
 
 pytestmark = ON_GPU_OR_INTERPRETED
@@ -55,6 +56,21 @@ def test_routes_are_those_of_the_reference_with_equal_logits(kernels, renormaliz
         share = (x @ experts.shared.gate.T).sigmoid()
         expected_weights = torch.cat((expected_weights, share), 1)
     torch.testing.assert_close(weights.cpu(), expected_weights)
+
+
+def test_quantized_experts_are_refused(kernels):
+    experts = make_experts(SHAPES[3], torch.float32)
+    gate_up, down = (quantize(w, bits=8, group_size=None) for w in experts.mlps[0])
+    for changed in (
+        experts._replace(mlps=[(gate_up, down), *experts.mlps[1:]]),
+        experts._replace(
+            shared=experts.shared._replace(
+                down=quantize(experts.shared.down, bits=8, group_size=None)
+            )
+        ),
+    ):
+        with pytest.raises(ValueError, match="experts are quantized, those of this set are dense"):
+            packed_of(kernels, changed)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])

@@ -33,6 +33,7 @@ from pdserve_engine.models.weights.llama import (
     kv_scale_names,
     layer_prefix,
     lora_targets,
+    never_quantized,
     weight_shapes,
 )
 from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
@@ -79,10 +80,9 @@ class LlamaModel:
         gets its states from the one before and hands them on; only the last has logits. Raises
         ModelError.
         """
-        dense = weight_shapes(config, checkpoint.names)
-        stored = stored_weights(
-            dense, checkpoint.names, config.quantization, tables=(EMBEDDING, SCORE)
-        )
+        names = checkpoint.names
+        dense, tables = weight_shapes(config, names), never_quantized(config, names)
+        stored = stored_weights(dense, names, config.quantization, tables=tables)
         # An embedding needs no head.
         score = () if config.pooler is None else (SCORE,)
         scales = (name for layer in range(config.num_layers) for name in kv_scale_names(layer))

@@ -17,15 +17,18 @@ from pdserve_kernels.cpu.linear import (
     panels_shape,
     rows_for,
 )
+from pdserve_kernels.cpu.linear_int import IntegerPanels, integers_shape, pack_integers
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.reference import moe as reference_moe
 from pdserve_kernels.reference.moe import (
+    ExpertWeight,
     SharedExpert,
     check_shared,
     check_top_k,
     checked_experts,
     with_gate,
 )
+from pdserve_kernels.reference.quantization import QuantizedWeight
 
 _INT = ctypes.c_int64
 
@@ -97,13 +100,15 @@ AnyMoeWeight = MoeWeight | reference_moe.MoeWeight
 
 def pack_moe(
     router: torch.Tensor,
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
     *,
     top_k: int,
     renormalize: bool,
     shared: SharedExpert | None = None,
 ) -> AnyMoeWeight:
-    """See the reference's contract. Dtypes but bf16, and odd sizes, go to the reference."""
+    """See the reference's contract. Dtypes but bf16, and odd sizes, go to the reference. Integers
+    are multiplied as such; FP8 becomes dense here.
+    """
     check_top_k(top_k, len(router))
     first, experts = _peeked(experts)
     weights = (router, *first, *(shared or ()))
@@ -144,25 +149,21 @@ def fused_moe(x: torch.Tensor, packed: AnyMoeWeight) -> torch.Tensor:
 
 
 class _Stack:
-    """Weights of one shape, packed one by one into one piece of memory."""
+    """Weights of one shape, packed one by one into one piece of memory. Experts that are stored in
+    other bits than the first one have memory of their own.
+    """
 
     def __init__(self, count: int, *, num_parts: int) -> None:
         self._count = count
         self._num_parts = num_parts
-        self._panels: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
         self.weights: list[LinearWeight] = []
 
-    def add(self, weight: torch.Tensor) -> None:
+    def add(self, weight: ExpertWeight) -> None:
         out_features, in_features = weight.shape
-        shape = panels_shape(out_features, in_features, self._num_parts)
-        if self._panels is None:
-            memory = empty_on_huge_pages(self._count * shape.numel(), weight.dtype)
-            self._panels = memory.view(self._count, *shape)
-        panels = self._panels[len(self.weights)]
-        pack_into(panels, weight.detach(), self._num_parts)
         self.weights.append(
             LinearWeight(
-                panels=panels,
+                panels=self._pack(weight),
                 bias=None,
                 out_features=out_features,
                 in_features=in_features,
@@ -171,8 +172,29 @@ class _Stack:
             )
         )
 
+    def _pack(self, weight: ExpertWeight) -> torch.Tensor | IntegerPanels:
+        if isinstance(weight, QuantizedWeight):
+            if not weight.is_fp8:
+                values = self._place(integers_shape(weight, self._num_parts), torch.uint8)
+                return pack_integers(weight, num_parts=self._num_parts, values=values)
+            weight = weight.dequantize()
+        out_features, in_features = weight.shape
+        shape = panels_shape(out_features, in_features, self._num_parts)
+        panels = self._place(shape, weight.dtype)
+        pack_into(panels, weight.detach(), self._num_parts)
+        return panels
 
-def _packed(weight: torch.Tensor, *, num_parts: int = 1) -> LinearWeight:
+    def _place(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        if self._memory is None:
+            memory = empty_on_huge_pages(self._count * shape.numel(), dtype)
+            self._memory = memory.view(self._count, *shape)
+        place = self._memory[len(self.weights)]
+        if place.shape == shape and place.dtype == dtype:
+            return place
+        return empty_on_huge_pages(shape.numel(), dtype).view(shape)
+
+
+def _packed(weight: ExpertWeight, *, num_parts: int = 1) -> LinearWeight:
     packed = pack_linear(weight, num_parts=num_parts)
     assert isinstance(packed, LinearWeight)
     return packed
@@ -183,8 +205,8 @@ def _described(weights: tuple[LinearWeight, ...]) -> "ctypes.Array[PackedLinear]
 
 
 def _peeked(
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[tuple[torch.Tensor, ...], Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
+) -> tuple[tuple[ExpertWeight, ...], Iterable[tuple[ExpertWeight, ExpertWeight]]]:
     """Return the first expert's weights, none if there is no expert, and all experts."""
     remaining = iter(experts)
     first = list(islice(remaining, 1))

@@ -7,6 +7,10 @@ from typing import NamedTuple
 import torch
 
 from pdserve_kernels.reference.linear import LinearWeight, linear, linear_silu_mul, pack_linear
+from pdserve_kernels.reference.quantization import QuantizedWeight
+
+# Of an expert: dense, or integers or FP8 for activations of the router's dtype.
+ExpertWeight = torch.Tensor | QuantizedWeight
 
 
 class SharedExpert(NamedTuple):
@@ -17,8 +21,8 @@ class SharedExpert(NamedTuple):
     """
 
     gate: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class MoeWeight:
 
 def pack_moe(
     router: torch.Tensor,
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
     *,
     top_k: int,
     renormalize: bool,
@@ -50,7 +54,8 @@ def pack_moe(
 
     experts brings for each, in the order of ids, gate and up [2 * intermediate_size, hidden_size],
     and down [hidden_size, intermediate_size]; each is packed before the next is asked for, and not
-    kept. Raises ValueError for numbers, shapes and dtypes that do not fit together.
+    kept. Quantized ones are what `pack_linear` makes of them; the router and a gate are dense.
+    Raises ValueError for numbers, shapes and dtypes that do not fit together.
     """
     check_top_k(top_k, len(router))
     check_shared(router, shared)
@@ -147,8 +152,8 @@ def with_gate(router: torch.Tensor, shared: SharedExpert | None) -> torch.Tensor
 
 
 def checked_experts(
-    router: torch.Tensor, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    router: torch.Tensor, experts: Iterable[tuple[ExpertWeight, ExpertWeight]]
+) -> Iterator[tuple[ExpertWeight, ExpertWeight]]:
     """Pass on experts, of each gate and up [2 * intermediate_size, hidden_size] and down
     [hidden_size, intermediate_size]; raise ValueError for one whose shapes or dtype do not fit
     those of the router [num_experts, hidden_size] and of the first one, and unless there are

@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.reference.moe import (
+    ExpertWeight,
     SharedExpert,
     check_shared,
     check_top_k,
     checked_experts,
     with_gate,
 )
+from pdserve_kernels.reference.quantization import QuantizedWeight
 
 # The rows of the router's tile; a program has all experts' logits.
 ROUTED_ROWS = 16
@@ -66,18 +68,20 @@ class _Sorted(NamedTuple):
 
 def pack_moe(
     router: torch.Tensor,
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
     *,
     top_k: int,
     renormalize: bool,
     shared: SharedExpert | None = None,
 ) -> MoeWeight:
-    """See the reference's contract. Shares the memory of a shared expert, and of a router alone."""
+    """See the reference's contract. Shares the memory of a shared expert, and of a router alone.
+    Raises ValueError for quantized experts.
+    """
     num_experts = len(router)
     check_top_k(top_k, num_experts)
     check_shared(router, shared)
     stacked: tuple[torch.Tensor, ...] = ()
-    for index, weights in enumerate(checked_experts(router, experts)):
+    for index, weights in enumerate(map(_dense, checked_experts(router, experts))):
         if not stacked:
             stacked = tuple(weight.new_empty(num_experts, *weight.shape) for weight in weights)
         for target, weight in zip(stacked, weights, strict=True):
@@ -87,7 +91,7 @@ def pack_moe(
         router=with_gate(router, shared).detach().contiguous(),
         gate_up=gate_up,
         down=down,
-        shared=shared and (_as_stack(shared.gate_up), _as_stack(shared.down)),
+        shared=shared and _as_stacks(*_dense((shared.gate_up, shared.down))),
         top_k=top_k,
         renormalize=renormalize,
     )
@@ -225,9 +229,16 @@ def _all_rows(x: torch.Tensor) -> _Sorted:
     return _Sorted(order, edges * num_rows, edges * num_blocks, num_blocks)
 
 
-def _as_stack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [rows, columns] as one of a stack, [1, rows, columns]."""
-    return weight.detach().contiguous().unsqueeze(0)
+def _as_stacks(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [rows, columns] as stacks of one, [1, rows, columns] in their dtype."""
+    return gate_up.detach().contiguous()[None], down.detach().contiguous()[None]
+
+
+def _dense(expert: tuple[ExpertWeight, ExpertWeight]) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up, down = expert
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        raise ValueError("experts are quantized, those of this set are dense")
+    return gate_up, down
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -79,9 +79,10 @@ def test_fields_that_say_nothing_sensible_are_named(
         config_of(tmp_path)
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_in_one_tensor_are_those_stored_one_by_one(
-    make_model: Callable[..., Path], tmp_path: Path, name: str
+    make_model: Callable[..., Path], tmp_path: Path, name: str, quantization: str | None
 ) -> None:
     """As transformers 5 has them in memory."""
     folder = build(make_model, name)
@@ -108,7 +109,7 @@ def test_experts_in_one_tensor_are_those_stored_one_by_one(
     save_file(stored, fused / "model.safetensors")
     logits = []
     for each in (folder, fused):
-        driver = Driver(each, dtype="bfloat16")
+        driver = Driver(each, dtype="bfloat16", quantization=quantization)
         seen = record_logits(driver)
         driver.add("a", make_prompt(40))
         driver.run("a", num_tokens=3)
