@@ -33,6 +33,7 @@ class Feature(enum.Enum):
     # Features of the model.
     TRANSFORMERS = "models on the transformers backend"
     EXPERTS = "models with experts on our own code"
+    QUANTIZED_EXPERTS = "models with quantized experts"
     SLIDING_WINDOWS = "models with sliding windows"
     MIXED_WINDOWS = "models with sliding windows beside full attention"
     PICTURES = "models that take pictures"
@@ -43,6 +44,7 @@ class Feature(enum.Enum):
 OF_MODELS = (
     Feature.TRANSFORMERS,
     Feature.EXPERTS,
+    Feature.QUANTIZED_EXPERTS,
     Feature.SLIDING_WINDOWS,
     Feature.MIXED_WINDOWS,
     Feature.PICTURES,
@@ -120,9 +122,9 @@ EXCLUDED: tuple[Excluded, ...] = (
     ),
     *_excluded((Feature.EXPERTS,), _RANKS, "experts are not cut over ranks"),
     *_excluded(
-        (Feature.EXPERTS,),
-        (Feature.INTEGER_WEIGHTS, Feature.FP8_WEIGHTS),
-        "experts have dense weights",
+        (Feature.QUANTIZED_EXPERTS,),
+        (Feature.CUDA,),
+        "the kernels of experts there have dense weights",
     ),
     *_excluded(
         (Feature.MIXED_WINDOWS,),

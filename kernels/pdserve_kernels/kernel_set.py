@@ -9,6 +9,7 @@ from pdserve_kernels.decoder import Decoder
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.moe import ExpertWeight, SharedExpert
 from pdserve_kernels.sampling_batch import (
     Argmax,
     LogprobTerms,
@@ -73,14 +74,15 @@ class KernelSet(Protocol):
     def pack_moe(
         self,
         router: torch.Tensor,
-        experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
         *,
         top_k: int,
         renormalize: bool,
+        shared: SharedExpert | None = None,
     ) -> Any:
         """Prepare a router [num_experts, hidden_size] and for each expert gate and up [2 *
-        intermediate_size, hidden_size] and down [hidden_size, intermediate_size], all of one dtype.
-        Raises ValueError.
+        intermediate_size, hidden_size] and down [hidden_size, intermediate_size], all of one dtype,
+        experts perhaps quantized. A shared one is had by all rows. Raises ValueError.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -19,7 +19,7 @@ from pdserve_engine.models.features import features_of_model
 from pdserve_engine.models.registry import read_model_config
 from support.adapters import write_adapter
 from support.engines import engine_config, load, run_to_end, tokens_of
-from support.models import LLAVA, WINDOW
+from support.models import EXPERTS, LLAVA, WINDOW
 from support.pooling_engines import vector_of
 from support.requests import greedy, make_request
 from update_combinations import DOC, render
@@ -42,6 +42,12 @@ LAST_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_windo
 KINDS = {
     "dense": Kind(frozenset(), "LlamaForCausalLM"),
     "experts": Kind(frozenset({Feature.EXPERTS}), "MixtralForCausalLM", {"num_local_experts": 4}),
+    "integer experts": Kind(
+        frozenset({Feature.EXPERTS, Feature.QUANTIZED_EXPERTS, Feature.INTEGER_WEIGHTS}),
+        "Qwen2MoeForCausalLM",
+        EXPERTS | {"num_experts": 4},
+        {"quantization": "int4"},
+    ),
     "windows": Kind(frozenset({WINDOWS}), "MistralForCausalLM", {"sliding_window": WINDOW}),
     "mixed windows": Kind(
         frozenset({WINDOWS, Feature.MIXED_WINDOWS}), "Qwen2ForCausalLM", LAST_WINDOWS
@@ -199,7 +205,11 @@ def test_each_feature_is_found_where_it_is(make_served_model: Callable[..., Path
             make_served_model(kind.architecture, **kind.overrides), **kind.settings
         )
         found = features_of_model(
-            read_model_config(config.model, pooler_config=config.pooler_config)
+            read_model_config(
+                config.model,
+                pooler_config=config.pooler_config,
+                quantization=config.quantization,
+            )
         )
         assert found.keys() == kind.features, name
     assert {*SETTINGS, *OF_MODELS} == set(Feature)

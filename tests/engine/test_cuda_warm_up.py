@@ -11,6 +11,7 @@ import cuda_rank_bodies
 import pytest
 
 from pdserve_engine.grammar.native import CompiledGrammar
+from pdserve_engine.models.config import FAMILIES
 from support.adapters import ALL_PROJECTIONS, write_adapter
 from support.cuda_traffic import any_text, launches_of, recorded_launches
 from support.grammars import VOCAB_SIZE
@@ -55,6 +56,7 @@ CASES = (
     ("qwen3", "bfloat16", "int4", True),
     ("qwen3-moe-mixed", "bfloat16", None, False),
     ("mixtral", "bfloat16", None, True),
+    ("qwen2-moe", "bfloat16", None, False),
 )
 
 
@@ -75,7 +77,7 @@ def test_traffic_launches_nothing_that_is_not_warm(
     architecture, overrides = NATIVE_MODELS[name]
     sizes = {"vocab_size": VOCAB_SIZE, "intermediate_size": 128}
     folder = make_model(architecture, **overrides | sizes)
-    has_experts = architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+    has_experts = FAMILIES[architecture].experts is not None
     targets = ["q_proj", "o_proj"] if has_experts else [*ALL_PROJECTIONS]
     adapters = [
         write_adapter(folder, tmp_path / str(rank), r=rank, target_modules=targets)

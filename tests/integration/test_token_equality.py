@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen2-moe": NATIVE_MODELS["qwen2-moe-mixed"],
     "qwen3-moe": NATIVE_MODELS["qwen3-moe"],
 }
 

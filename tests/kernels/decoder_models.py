@@ -13,6 +13,7 @@ from pdserve_kernels.decoder import Attention, Decoder, DecoderLayer, DenseMlp, 
 from pdserve_kernels.groups import NUM_SUMS
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.moe import ExpertWeight, SharedExpert
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, quantize_fp8
 
 BLOCKS_PER_REQUEST = 40
@@ -36,6 +37,8 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...] = (None, None)
     # The last layer has so many, of which tokens have two each, in place of an MLP.
     num_experts: int = 0
+    # The size of one more that all tokens have, 0: there is none.
+    shared_size: int = 0
 
 
 class Chunk(NamedTuple):
@@ -102,13 +105,16 @@ class Model:
 
     def _experts(self):
         shape = self.shape
-        size = shape.intermediate // 2
-        mlps = [
-            (self._weight(2 * size, shape.hidden)[0], self._weight(shape.hidden, size)[0])
-            for _ in range(shape.num_experts)
-        ]
-        router, _ = self._weight(shape.num_experts, shape.hidden)
-        return self._kernels.pack_moe(router, mlps, top_k=2, renormalize=True)
+
+        def mlp(size: int) -> tuple[ExpertWeight, ExpertWeight]:
+            return self._weight(2 * size, shape.hidden)[0], self._weight(shape.hidden, size)[0]
+
+        mlps = [mlp(shape.intermediate // 2) for _ in range(shape.num_experts)]
+        router, shared = self._dense_weight(shape.num_experts, shape.hidden), None
+        if shape.shared_size:
+            gate = self._dense_weight(1, shape.hidden)
+            shared = SharedExpert(gate, *mlp(shape.shared_size))
+        return self._kernels.pack_moe(router, mlps, top_k=2, renormalize=True, shared=shared)
 
     def _cut_by_outputs(self, parts: Sequence[int], columns: int, **options: int):
         weight, bias = self._weight(sum(parts), columns)
@@ -126,11 +132,15 @@ class Model:
         return self._kernels.pack_linear(weight, bias, num_sums=num_sums)
 
     def _weight(self, rows: int, columns: int):
-        weight = (self._random(rows, columns) * columns**-0.5).to(torch.bfloat16)
+        weight = self._dense_weight(rows, columns)
         bias = self._random(rows) if self.shape.has_bias else None
         if self._kind == "bf16":
-            return weight.to(self._dtype), bias
+            return weight, bias
         return QUANTIZE[self._kind](weight), bias
+
+    def _dense_weight(self, rows: int, columns: int) -> torch.Tensor:
+        weight = (self._random(rows, columns) * columns**-0.5).to(torch.bfloat16)
+        return weight.to(self._dtype)
 
     def _norm(self, size: int) -> torch.Tensor:
         return (1 + 0.1 * self._random(size)).to(torch.bfloat16).to(self._dtype)

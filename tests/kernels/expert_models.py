@@ -1,9 +1,11 @@
 """Random experts, and what they bring in fp64."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from pdserve_kernels.reference.moe import SharedExpert
 
 
 class Shape(NamedTuple):
@@ -12,12 +14,16 @@ class Shape(NamedTuple):
     hidden: int
     intermediate: int
     renormalize: bool
+    # Of the expert that all rows have, 0 if there is none.
+    shared: int = 0
 
 
 SHAPES = [
     Shape(8, 2, 96, 160, True),
     Shape(20, 5, 70, 68, False),
     Shape(3, 3, 128, 64, False),
+    Shape(16, 4, 96, 36, False, shared=150),
+    Shape(5, 1, 70, 68, True, shared=32),
 ]
 
 
@@ -27,20 +33,29 @@ class Experts(NamedTuple):
     mlps: list[tuple[torch.Tensor, torch.Tensor]]
     top_k: int
     renormalize: bool
+    shared: SharedExpert | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `pack_moe`."""
+        return {"top_k": self.top_k, "renormalize": self.renormalize, "shared": self.shared}
 
 
 def make_experts(shape: Shape, dtype: torch.dtype) -> Experts:
     def weight(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns) * columns**-0.5).to(dtype)
 
+    def mlp(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight(2 * size, shape.hidden), weight(shape.hidden, size)
+
     return Experts(
         router=weight(shape.num_experts, shape.hidden) * 2,
-        mlps=[
-            (weight(2 * shape.intermediate, shape.hidden), weight(shape.hidden, shape.intermediate))
-            for _ in range(shape.num_experts)
-        ],
+        mlps=[mlp(shape.intermediate) for _ in range(shape.num_experts)],
         top_k=shape.top_k,
         renormalize=shape.renormalize,
+        shared=SharedExpert(weight(1, shape.hidden) * 2, *mlp(shape.shared))
+        if shape.shared
+        else None,
     )
 
 
@@ -56,8 +71,15 @@ def moe_in_fp64(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(len(x)):
         for expert, share in zip(ids[row].tolist(), weights[row], strict=True):
-            gate_up, down = experts.mlps[expert]
-            gate, up = (gate_up.double() @ x[row].double()).to(x.dtype).double().chunk(2)
-            activated = (F.silu(gate).to(x.dtype).double() * up).to(x.dtype).double()
-            out[row] += share * (down.double() @ activated)
+            out[row] += share * _mlp_in_fp64(x[row], *experts.mlps[expert])
+        if experts.shared is not None:
+            gate, *mlp = experts.shared
+            logit = (gate.double() @ x[row].double()).to(x.dtype).double()
+            out[row] += logit.sigmoid() * _mlp_in_fp64(x[row], *mlp)
     return out
+
+
+def _mlp_in_fp64(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = (gate_up.double() @ x.double()).to(x.dtype).double().chunk(2)
+    activated = (F.silu(gate).to(x.dtype).double() * up).to(x.dtype).double()
+    return down.double() @ activated

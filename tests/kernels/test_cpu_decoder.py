@@ -26,6 +26,7 @@ SHAPES = [
 WITH_EXPERTS = [
     *SHAPES,
     pytest.param(Shape(num_experts=5, windows=(None, 20, None)), id="experts"),
+    pytest.param(Shape(num_experts=6, shared_size=200, has_bias=True), id="a shared expert"),
 ]
 
 
@@ -42,7 +43,15 @@ FEW = [Chunk(0, 0, 1), Chunk(3, 0, 3)]
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", WITH_EXPERTS)
 def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_threads, set_threads):
-    model = Model(shape)
+    check_parts(Model(shape), num_threads, set_threads)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_quantized_experts_are_part_of_the_one_call(kind, set_threads):
+    check_parts(Model(Shape(num_experts=5, shared_size=96), kind=kind), 2, set_threads)
+
+
+def check_parts(model, num_threads, set_threads):
     packed = cpu.pack_decoder(model.decoder)
     assert packed.native is not None
     for chunks in (WHOLE, MIXED, FEW):

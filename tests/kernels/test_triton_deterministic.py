@@ -140,9 +140,12 @@ def test_linears_of_fp8_whole_and_of_ranks(kernels, group_size, monkeypatch):
     assert torch.equal(tree_sum(sums), kernels.linear_sums(x.to(DEVICE), packed))
 
 
-@pytest.mark.parametrize("num_experts", [0, 5])
-def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(kernels, num_experts):
-    dtype, shape = DTYPES[1], Shape(head_dim=64, windows=(None, 40), num_experts=num_experts)
+@pytest.mark.parametrize(("num_experts", "shared_size"), [(0, 0), (5, 0), (5, 100)])
+def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(
+    kernels, num_experts, shared_size
+):
+    dtype = DTYPES[1]
+    shape = Shape(head_dim=64, windows=(None, 40), num_experts=num_experts, shared_size=shared_size)
     model = Model(shape, kernels, dtype)
     model.decoder = on_device(model.decoder)
     adapter = make_adapter(kernels, model, 8, dtype)

@@ -28,7 +28,7 @@ ARCHITECTURES = (80, 90)
 SHARED_MEMORY = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Constants by which a kernel does other things, and not other sizes.
-PATHS = ("USE_TMA", "IS_DECODE", "IS_SPLIT", "BITS")
+PATHS = ("USE_TMA", "IS_DECODE", "IS_SPLIT", "BITS", "NUM_SHARED")
 INT64_POINTERS = {
     *("slot_mapping_ptr", "positions_ptr", "seeds_ptr"),
     *("highest_ptr", "records_ptr"),
@@ -42,7 +42,7 @@ INT32_POINTERS = {
 }
 FP32_POINTERS = {
     *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
-    *("parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr", "weights_ptr"),
+    *("parts_ptr", "shared_parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr", "weights_ptr"),
     *("penalized_ptr", "repetition_ptr", "reductions_ptr", "raw_ptr", "found_ptr"),
 }
 FP32_NUMBERS = ("eps", "scale_log2", "value_scale")
@@ -273,7 +273,7 @@ def lora_cases() -> list[Case]:
 
 
 def moe_cases() -> list[Case]:
-    """Of 128 experts, of which a token has 8, and a router of 512."""
+    """Of 128 experts, of which a token has 8, routers of 512, and of 60 with a shared expert."""
     from pdserve_kernels.triton import moe
 
     of_experts = {"NUM_EXPERTS": 128, "BLOCK_EXPERTS": 128, "BLOCK_K": 64}
@@ -281,20 +281,23 @@ def moe_cases() -> list[Case]:
     route = {"TOP_K": 8, "RENORMALIZE": True, "NUM_INPUTS": 2048}
     gate_up = blocks | {"TOP_K": 8, "NUM_INPUTS": 2048, "NUM_OUTPUTS": 768}
     down = blocks | {"NUM_INPUTS": 768, "NUM_OUTPUTS": 2048}
-    total = {"TOP_K": 8, "BLOCK": moe.SUM_BLOCK}
+    total = {"TOP_K": 8, "BLOCK": moe.SUM_BLOCK, "NUM_SHARED": 0}
+    one = {"NUM_EXPERTS": 1, "BLOCK_EXPERTS": 1, "BLOCK_K": 64}
     routes = []
-    for count in (128, 512):
-        tile = moe.route_tile(count, torch.bfloat16)
+    for count, num_shared in ((128, 0), (512, 0), (60, 1)):
+        tile = moe.route_tile(count + num_shared, torch.bfloat16)
         del tile["num_stages"]
-        constants = route | tile | {"NUM_EXPERTS": count}
-        routes.append(
-            Case(f"experts, route of {count}", moe.route_kernel, constants, moe.ROUTE_WARPS)
-        )
+        constants = route | tile | {"NUM_EXPERTS": count, "NUM_SHARED": num_shared}
+        name = f"experts, route of {count}" + ", shared" * num_shared
+        routes.append(Case(name, moe.route_kernel, constants, moe.ROUTE_WARPS))
     return [
         *routes,
         Case("experts, gate and up", moe.gate_up_kernel, of_experts | gate_up, num_warps=8),
         Case("experts, down", moe.down_kernel, of_experts | down),
         Case("experts, sum", moe.sum_experts_kernel, total),
+        Case("shared expert, gate and up", moe.gate_up_kernel, gate_up | one | {"TOP_K": 1}, 8),
+        Case("shared expert, down", moe.down_kernel, down | one),
+        Case("shared expert, sum", moe.sum_experts_kernel, total | {"NUM_SHARED": 1}),
     ]
 
 

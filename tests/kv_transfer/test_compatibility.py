@@ -48,6 +48,16 @@ DENSE = LlamaConfig(
     has_mlp_bias=False,
     has_qk_norm=False,
 )
+EXPERTS = ExpertsConfig(
+    num_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=128,
+    norm_topk_prob=True,
+    layers=(0, 1),
+    names=ExpertNames(),
+)
+# Computed by workers that knew of no shared expert.
+EXPERTS_HASH = "9dd0e93eada203cc9d0b4ef7fa1e21d0a8d78e5e1ec074f589fe4179666dd8bd"
 # Computed by workers that knew of neither experts nor pictures.
 DENSE_HASH = "c45d0835ac3713f950e35792bff2ad2fd70a7284d02e251dafcc0d1b4b5168e8"
 LAYOUT = KVLayout(
@@ -185,18 +195,22 @@ def test_dense_models_hash_as_before_there_were_experts(
 
 
 def test_experts_change_it(setup: Setup) -> None:
-    experts = ExpertsConfig(
-        num_experts=4,
-        num_experts_per_tok=2,
-        intermediate_size=128,
-        norm_topk_prob=True,
-        layers=(0, 1),
-        names=ExpertNames(),
-    )
     hashes = {setup._replace(config=DENSE).hash()}
-    for change in (experts, replace(experts, num_experts_per_tok=1)):
+    for change in (
+        EXPERTS,
+        replace(EXPERTS, num_experts_per_tok=1),
+        replace(EXPERTS, shared_size=128),
+        replace(EXPERTS, shared_size=64),
+    ):
         hashes.add(setup._replace(config=replace(DENSE, experts=change)).hash())
-    assert len(hashes) == 3
+    assert len(hashes) == 5
+
+
+def test_experts_hash_as_before_there_were_shared_ones(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "xgrammar_version", lambda: "0.1.0")
+    assert setup._replace(config=replace(DENSE, experts=EXPERTS)).hash() == EXPERTS_HASH
 
 
 @pytest.mark.parametrize("version", ["0.0.1", None])

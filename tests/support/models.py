@@ -36,6 +36,7 @@ CONFIG_CLASSES = {
     "OlmoeForCausalLM": "OlmoeConfig",
     "OPTForCausalLM": "OPTConfig",
     "Phi3ForCausalLM": "Phi3Config",
+    "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
 }
 # They have no such fields, and would keep what they are given.
@@ -82,7 +83,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 WINDOW = 32
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 # (architecture, overrides) of models that our own code runs, by what is special about them.
 NATIVE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
@@ -115,6 +120,14 @@ NATIVE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-wide-heads": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", EXPERTS | {"num_experts": 6}),
+    "qwen2-moe-mixed": (
+        "Qwen2MoeForCausalLM",
+        EXPERTS
+        | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False}
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
         EXPERTS | {"num_experts": 6, "norm_topk_prob": True},

@@ -38,6 +38,8 @@ def compatibility_hash(
     for field in ("vision", "experts"):
         if shape.get(field) is None:
             shape.pop(field, None)
+    if shape.get("experts") and shape["experts"]["shared_size"] is None:
+        del shape["experts"]["shared_size"]
     block = dataclasses.asdict(layout)
     # The model's shape implies them, and workers that speak version 3 do not know them.
     del block["num_kv_heads"], block["head_bytes"]

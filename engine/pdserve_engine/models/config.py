@@ -21,6 +21,7 @@ from pdserve_engine.models.config_fields import (
 from pdserve_engine.models.experts import (
     ExpertsConfig,
     read_mixtral_experts,
+    read_qwen2_experts,
     read_qwen_experts,
 )
 from pdserve_engine.models.quantization import Quantization, read_quantization
@@ -43,11 +44,14 @@ class _Family(NamedTuple):
 
     # None: the config's attention_bias decides, for output as well as q, k and v.
     qkv_bias: bool | None = None
+    # The field `qkv_bias` may say otherwise.
+    is_qkv_bias_stated: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     # "layers": the window applies to the layers named by layer_types or from max_window_layers on,
-    # if use_sliding_window is true; "used": to all of them if that is true; "always": to all.
-    window_scope: Literal["never", "always", "used", "layers"] = "never"
+    # if use_sliding_window is true; "alternating": to those named, or to every second one before
+    # max_window_layers, the first among them; "used": to all of them; "always": to all.
+    window_scope: Literal["never", "always", "used", "layers", "alternating"] = "never"
     # What transformers assumes where the field is missing.
     default_window: int | None = 4096
     default_head_dim: int | None = None
@@ -71,6 +75,13 @@ FAMILIES: Mapping[str, _Family] = {
         experts=read_mixtral_experts,
     ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, window_scope="layers", default_num_kv_heads=32),
+    "Qwen2MoeForCausalLM": _Family(
+        qkv_bias=True,
+        is_qkv_bias_stated=True,
+        window_scope="alternating",
+        default_num_kv_heads=16,
+        experts=read_qwen2_experts,
+    ),
     "Qwen3ForCausalLM": _Family(
         has_qk_norm=True, window_scope="layers", default_head_dim=128, default_num_kv_heads=32
     ),
@@ -82,8 +93,8 @@ FAMILIES: Mapping[str, _Family] = {
 CAUSAL_LM, SEQUENCE_CLASSIFICATION, BASE_MODEL = "ForCausalLM", "ForSequenceClassification", "Model"
 # What transformers assumes where the field is missing.
 DEFAULT_MAX_WINDOW_LAYERS = 28
-# In layer_types, what layers with a window are.
-SLIDING = "sliding_attention"
+# In layer_types, what layers with a window are, and what others are.
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -216,7 +227,7 @@ def read_native_config(
         rms_norm_eps=fields.get("rms_norm_eps") or family.default_rms_norm_eps,
         rope=_read_rope(raw, family.default_theta, head_dim),
         tie_word_embeddings=fields.get("tie_word_embeddings") or False,
-        has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
+        has_qkv_bias=_has_qkv_bias(fields, family),
         has_attention_output_bias=has_attention_bias and family.qkv_bias is None,
         has_mlp_bias=family.has_mlp_bias and (fields.get("mlp_bias") or False),
         has_qk_norm=family.has_qk_norm,
@@ -318,6 +329,13 @@ def _read_experts(raw: Mapping[str, Any], family: _Family, num_layers: int) -> E
         return family.experts(raw, num_layers)
 
 
+def _has_qkv_bias(fields: NativeFields, family: _Family) -> bool:
+    if family.qkv_bias is None:
+        return fields.get("attention_bias") or False
+    stated = fields.get("qkv_bias") if family.is_qkv_bias_stated else None
+    return family.qkv_bias if stated is None else stated
+
+
 def _read_num_kv_heads(fields: NativeFields, default: int | None) -> int:
     num_heads = fields["num_attention_heads"]
     num_kv_heads = fields.get("num_key_value_heads", default) or num_heads
@@ -350,26 +368,41 @@ def _read_windows(fields: NativeFields, family: _Family) -> tuple[int | None, ..
     elif family.window_scope != "always" and not fields.get("use_sliding_window"):
         window = None
     layer_types = fields.get("layer_types")
+    if layer_types is None and family.window_scope == "alternating":
+        layer_types = _alternating_types(fields)
     if layer_types is None and family.window_scope == "layers":
-        first = fields.get("max_window_layers")
-        first = DEFAULT_MAX_WINDOW_LAYERS if first is None else first
+        first = _max_window_layers(fields)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     windows = (window,) * num_layers
     if layer_types is None:
         return windows
     typed = windows_of_types(layer_types, window, num_layers)
     # In other families transformers ignores them, fails, or takes the model for another one.
-    is_ignored = family.window_scope != "layers" and typed != windows
+    is_ignored = family.window_scope not in ("layers", "alternating") and typed != windows
     if is_ignored or (window is None and SLIDING in layer_types):
         raise ModelError(f"layer_types is {layer_types}, attention has the window {window}")
     return typed
+
+
+def _max_window_layers(fields: NativeFields) -> int:
+    first = fields.get("max_window_layers")
+    return DEFAULT_MAX_WINDOW_LAYERS if first is None else first
+
+
+def _alternating_types(fields: NativeFields) -> list[str]:
+    """Return the kinds of attention that transformers assumes where layer_types is missing."""
+    is_used, end = fields.get("use_sliding_window"), _max_window_layers(fields)
+    return [
+        SLIDING if is_used and layer % 2 == 0 and layer < end else FULL
+        for layer in range(fields["num_hidden_layers"])
+    ]
 
 
 def windows_of_types(
     layer_types: Sequence[str], window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window, given the kind of its attention; raise ModelError for others."""
-    if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+    if other := sorted(set(layer_types) - {FULL, SLIDING}):
         supported = "full_attention, sliding_attention"
         raise ModelError(f"layer_types has {', '.join(other)}, supported are {supported}")
     if len(layer_types) != num_layers:

@@ -49,6 +49,7 @@ class NativeFields(_Required, total=False):
     rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)] | None
     tie_word_embeddings: bool | None
     attention_bias: bool | None
+    qkv_bias: bool | None
     mlp_bias: bool | None
     use_sliding_window: bool | None
     sliding_window: int | None
@@ -64,6 +65,7 @@ class ExpertFields(TypedDict, total=False):
     num_experts_per_tok: Size | None
     intermediate_size: Size | None
     moe_intermediate_size: Size | None
+    shared_expert_intermediate_size: Size | None
     decoder_sparse_step: Size | None
     mlp_only_layers: list[int] | None
     norm_topk_prob: bool | None

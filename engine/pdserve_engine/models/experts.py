@@ -1,7 +1,7 @@
 """The experts of a model's layers: what `config.json` says of them, and what they are called."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from pdserve_engine.models.config_fields import ExpertFields, read_fields
@@ -13,6 +13,7 @@ _Size = Literal[
     "num_experts_per_tok",
     "intermediate_size",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
 ]
 
 
@@ -37,6 +38,8 @@ class ExpertsConfig:
     # The layers that have them, ascending.
     layers: tuple[int, ...]
     names: ExpertNames
+    # The size of the expert that all tokens have besides, None if there is none.
+    shared_size: int | None = None
 
 
 def read_mixtral_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
@@ -74,6 +77,13 @@ def read_qwen_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig 
         layers=layers,
         names=ExpertNames(),
     )
+
+
+def read_qwen2_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """Return the same with the shared expert beside the others; raise ValueError with the field."""
+    experts = read_qwen_experts(raw, num_layers)
+    shared_size = _require(read_fields(ExpertFields, raw), "shared_expert_intermediate_size")
+    return None if experts is None else replace(experts, shared_size=shared_size)
 
 
 def _read_top_k(fields: ExpertFields, num_experts: int) -> int:

@@ -1,5 +1,5 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data, and Mixtral
-and Qwen3-MoE, which have experts in place of MLPs.
+"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data, and
+Mixtral, Qwen2-MoE and Qwen3-MoE, which have experts in place of MLPs.
 """
 
 import logging
@@ -34,6 +34,7 @@ from pdserve_engine.models.weights.llama import (
     kv_scale_names,
     layer_prefix,
     lora_targets,
+    never_quantized,
     weight_shapes,
 )
 from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
@@ -98,11 +99,9 @@ class LlamaModel:
         gets its states from the one before and hands them on; only the last has logits. Raises
         ModelError.
         """
-        config = _untie_own_head(config, checkpoint)
-        dense = weight_shapes(config, checkpoint.names)
-        stored = stored_weights(
-            dense, checkpoint.names, config.quantization, tables=(EMBEDDING, SCORE)
-        )
+        config, names = _untie_own_head(config, checkpoint), checkpoint.names
+        dense, tables = weight_shapes(config, names), never_quantized(config, names)
+        stored = stored_weights(dense, names, config.quantization, tables=tables)
         # An embedding needs no head.
         score = () if config.pooler is None else (SCORE,)
         scales = (name for layer in range(config.num_layers) for name in kv_scale_names(layer))

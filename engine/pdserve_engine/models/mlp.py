@@ -1,6 +1,6 @@
 """What a layer does with each token by itself: a protocol, and the kind that is not of experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from pdserve_engine.models.config import LlamaConfig
@@ -19,6 +19,10 @@ class MlpWeights(Protocol):
 
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield what a dense checkpoint must have, and its whole shape."""
+
+    @property
+    def never_quantized(self) -> Collection[str]:
+        """What is dense in every checkpoint."""
 
     def read(self, reader: LayerReader, prefix: str) -> Mlp:
         """Return the mlp, packed."""
@@ -48,6 +52,10 @@ class DenseMlpWeights(NamedTuple):
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         for projection in self.projections.values():
             yield from projection.shapes(prefix)
+
+    @property
+    def never_quantized(self) -> Collection[str]:
+        return ()
 
     def read(self, reader: LayerReader, prefix: str) -> DenseMlp:
         return DenseMlp(

@@ -29,11 +29,25 @@ class IntegerPanels:
     zeros: torch.Tensor | None
 
 
-def pack_integers(weight: QuantizedWeight, *, num_parts: int) -> IntegerPanels:
-    """Return a copy in panels; the outputs of each part are padded to whole panels with zeros."""
-    rows_of_part, num_pairs = weight.shape[0] // num_parts, -(-weight.shape[1] // 2)
-    shape = (num_parts * -(-rows_of_part // PANEL), num_pairs, PANEL * 2 * weight.bits // 8)
-    values = empty_on_huge_pages(torch.Size(shape).numel(), torch.uint8).view(shape)
+def integers_shape(weight: QuantizedWeight, num_parts: int) -> torch.Size:
+    """Return the shape of the `values` of a weight [n, k]."""
+    panels_of_part = -(-weight.shape[0] // num_parts // PANEL)
+    num_pairs, num_bytes = -(-weight.shape[1] // 2), PANEL * 2 * weight.bits // 8
+    return torch.Size((num_parts * panels_of_part, num_pairs, num_bytes))
+
+
+def pack_integers(
+    weight: QuantizedWeight, *, num_parts: int, values: torch.Tensor | None = None
+) -> IntegerPanels:
+    """Return a copy of a weight [n, k] in panels; the outputs of each part are padded to whole
+    panels with zeros.
+
+    values: where the integers go, uint8 of their `integers_shape`; None: into memory of their own.
+    """
+    rows_of_part = weight.shape[0] // num_parts
+    if values is None:
+        shape = integers_shape(weight, num_parts)
+        values = empty_on_huge_pages(shape.numel(), torch.uint8).view(shape)
     done = 0
     for part in _pieces(weight.values, rows_of_part):
         for rows in _pieces(part, OUTPUTS_AT_A_TIME):

@@ -2,10 +2,27 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pdserve_kernels.reference.linear import LinearWeight, linear, linear_silu_mul, pack_linear
+from pdserve_kernels.reference.quantization import QuantizedWeight
+
+# Of an expert: dense, or integers or FP8 for activations of the router's dtype.
+ExpertWeight = torch.Tensor | QuantizedWeight
+
+
+class SharedExpert(NamedTuple):
+    """The weights of an expert that all rows have, of a size of its own.
+
+    gate: [1, hidden_size], of which its share is the sigmoid; gate_up: [2 * size, hidden_size];
+    down: [hidden_size, size].
+    """
+
+    gate: torch.Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,39 +30,45 @@ class MoeWeight:
     """Experts ready for `fused_moe`, in the order of their ids, and the router of as many outputs.
 
     gate_up: [2 * intermediate_size, hidden_size] each, in two parts; down: [hidden_size,
-    intermediate_size] each.
+    intermediate_size] each. With a shared expert, the router has one output more, its gate.
     """
 
     router: LinearWeight
     gate_up: tuple[LinearWeight, ...]
     down: tuple[LinearWeight, ...]
+    # Gate and up, and down, or None.
+    shared: tuple[LinearWeight, LinearWeight] | None
     top_k: int
     renormalize: bool
 
 
 def pack_moe(
     router: torch.Tensor,
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
     *,
     top_k: int,
     renormalize: bool,
+    shared: SharedExpert | None = None,
 ) -> MoeWeight:
     """Prepare a router [num_experts, hidden_size] and its experts for `fused_moe`.
 
     experts brings for each, in the order of ids, gate and up [2 * intermediate_size, hidden_size],
     and down [hidden_size, intermediate_size]; each is packed before the next is asked for, and not
-    kept. Raises ValueError for numbers, shapes and dtypes that do not fit together.
+    kept. Quantized ones are what `pack_linear` makes of them; the router and a gate are dense.
+    Raises ValueError for numbers, shapes and dtypes that do not fit together.
     """
     check_top_k(top_k, len(router))
+    check_shared(router, shared)
     packed = [
         (pack_linear(gate_up, num_parts=2), pack_linear(down))
         for gate_up, down in checked_experts(router, experts)
     ]
     gate_ups, downs = zip(*packed, strict=True)
     return MoeWeight(
-        router=pack_linear(router),
+        router=pack_linear(with_gate(router, shared)),
         gate_up=gate_ups,
         down=downs,
+        shared=shared and (pack_linear(shared.gate_up, num_parts=2), pack_linear(shared.down)),
         top_k=top_k,
         renormalize=renormalize,
     )
@@ -60,13 +83,17 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     chosen, among equal ones those of the lowest ids. Weights are their softmax in fp32, over all
     experts, or with renormalize over the chosen ones, and stay in fp32. An expert is
     down(silu(gate) * up) without biases, as `linear_silu_mul` and `linear` have it. Its outputs
-    times weights are added up in fp32 in the order of ids, and their sum is rounded. So a row's
-    bits depend on the row alone where those of linears do. Experts that no row has are not read.
+    times weights are added up in fp32 in the order of ids, and their sum is rounded. A shared
+    expert (as of Qwen2-MoE) comes after them: its weight is the sigmoid in fp32 of its gate's
+    logit, which is rounded as the router's are. So a row's bits depend on the row alone where those
+    of linears do. Experts that no row has are not read.
 
     Here an expert's outputs are rounded to x's dtype before, as `linear` brings them. Kernels of
     their own (`cpu/csrc/moe.cpp`, `triton/moe.py`) keep down's sums in fp32, and round once.
     """
-    weights, ids = route(linear(x, packed.router), packed.top_k, renormalize=packed.renormalize)
+    logits = linear(x, packed.router)
+    num_experts = len(packed.down)
+    weights, ids = route(logits[:, :num_experts], packed.top_k, renormalize=packed.renormalize)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         rows, places = torch.nonzero(ids == expert, as_tuple=True)
@@ -74,6 +101,10 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
         # A row has an expert once: the order of additions is that of experts.
         parts = linear(activated, packed.down[expert]).float()
         out.index_add_(0, rows, parts.mul_(weights[rows, places].unsqueeze(1)))
+    if packed.shared is not None:
+        gate_up, down = packed.shared
+        part = linear(linear_silu_mul(x, gate_up), down).float()
+        out.add_(part.mul_(torch.sigmoid(logits[:, num_experts:].float())))
     return out.to(x.dtype)
 
 
@@ -96,9 +127,33 @@ def check_top_k(top_k: int, num_experts: int) -> None:
         raise ValueError(f"top_k is {top_k}, must be 1 to {num_experts}, the number of experts")
 
 
+def check_shared(router: torch.Tensor, shared: SharedExpert | None) -> None:
+    """Raise ValueError unless shapes and dtypes of a shared expert fit the router [num_experts,
+    hidden_size].
+    """
+    if shared is None:
+        return
+    hidden_size, size = router.shape[1], shared.down.shape[-1]
+    expected = [(1, hidden_size), (2 * size, hidden_size), (hidden_size, size)]
+    found = [tuple(weight.shape) for weight in shared]
+    if found != expected or {weight.dtype for weight in shared} != {router.dtype}:
+        dtypes = ", ".join(str(weight.dtype) for weight in shared)
+        raise ValueError(
+            f"the shared expert has {dtypes} of shapes {found}, must have {router.dtype} of"
+            f" {expected}"
+        )
+
+
+def with_gate(router: torch.Tensor, shared: SharedExpert | None) -> torch.Tensor:
+    """Return the router [num_experts, hidden_size], bf16 or fp32, with the gate of a shared expert
+    as one more row, of the same dtype: their logits are one product.
+    """
+    return router if shared is None else torch.cat((router, shared.gate))
+
+
 def checked_experts(
-    router: torch.Tensor, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    router: torch.Tensor, experts: Iterable[tuple[ExpertWeight, ExpertWeight]]
+) -> Iterator[tuple[ExpertWeight, ExpertWeight]]:
     """Pass on experts, of each gate and up [2 * intermediate_size, hidden_size] and down
     [hidden_size, intermediate_size]; raise ValueError for one whose shapes or dtype do not fit
     those of the router [num_experts, hidden_size] and of the first one, and unless there are

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts on CUDA, the same for all sets of Triton's: one tile for any number of rows, inputs added
 up in one order, and a row's experts in the order of their ids, without atomics. So a row's bits
-depend on the row alone.
+depend on the row alone. A shared expert is multiplied by the same tiles, as one that all rows have.
 
 Rows are sorted by experts on the device, as vLLM's fused_moe does it: a program multiplies rows of
 one expert. Launches depend on the number of rows alone, so that a CUDA graph records them.
@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.reference.moe import check_top_k, checked_experts
+from pdserve_kernels.reference.moe import (
+    ExpertWeight,
+    SharedExpert,
+    check_shared,
+    check_top_k,
+    checked_experts,
+    with_gate,
+)
+from pdserve_kernels.reference.quantization import QuantizedWeight
 
 # The rows of the router's tile; a program has all experts' logits.
 ROUTED_ROWS = 16
@@ -32,13 +40,16 @@ LOWEST = tl.constexpr(-3e38)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeight:
-    """router: [num_experts, hidden_size]; gate_up: [num_experts, 2 * intermediate_size,
-    hidden_size]; down: [num_experts, hidden_size, intermediate_size].
+    """router: [num_experts, hidden_size], with a shared expert [num_experts + 1, hidden_size];
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size,
+    intermediate_size].
     """
 
     router: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    # The same of one expert, of a size of its own, or None.
+    shared: tuple[torch.Tensor, torch.Tensor] | None
     top_k: int
     renormalize: bool
 
@@ -57,25 +68,30 @@ class _Sorted(NamedTuple):
 
 def pack_moe(
     router: torch.Tensor,
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[ExpertWeight, ExpertWeight]],
     *,
     top_k: int,
     renormalize: bool,
+    shared: SharedExpert | None = None,
 ) -> MoeWeight:
-    """See the reference's contract. Shares the router's memory."""
+    """See the reference's contract. Shares the memory of a shared expert, and of a router alone.
+    Raises ValueError for quantized experts.
+    """
     num_experts = len(router)
     check_top_k(top_k, num_experts)
+    check_shared(router, shared)
     stacked: tuple[torch.Tensor, ...] = ()
-    for index, weights in enumerate(checked_experts(router, experts)):
+    for index, weights in enumerate(map(_dense, checked_experts(router, experts))):
         if not stacked:
             stacked = tuple(weight.new_empty(num_experts, *weight.shape) for weight in weights)
         for target, weight in zip(stacked, weights, strict=True):
             target[index].copy_(weight)
     gate_up, down = stacked
     return MoeWeight(
-        router=router.detach().contiguous(),
+        router=with_gate(router, shared).detach().contiguous(),
         gate_up=gate_up,
         down=down,
+        shared=shared and _as_stacks(*_dense((shared.gate_up, shared.down))),
         top_k=top_k,
         renormalize=renormalize,
     )
@@ -85,13 +101,35 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     """See the reference's contract. Never synchronises."""
     x = x.contiguous()
     num_rows, hidden_size = x.shape
-    num_experts, intermediate_size = packed.down.shape[0], packed.down.shape[2]
     out = torch.empty_like(x)
     if num_rows == 0:
         return out
     weights, ids = _route(x, packed)
-    pairs = _sort(ids, num_experts)
-    num_pairs = num_rows * packed.top_k
+    pairs = _sort(ids, len(packed.down))
+    parts = _multiply_pairs(x, packed.gate_up, packed.down, pairs, packed.top_k)
+    shared_parts = parts
+    if packed.shared is not None:
+        shared_parts = _multiply_pairs(x, *packed.shared, _all_rows(x), 1)
+    sum_experts_kernel[(num_rows, triton.cdiv(hidden_size, SUM_BLOCK))](
+        parts,
+        shared_parts,
+        weights,
+        out,
+        hidden_size,
+        TOP_K=packed.top_k,
+        NUM_SHARED=0 if packed.shared is None else 1,
+        BLOCK=SUM_BLOCK,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def _multiply_pairs(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: _Sorted, top_k: int
+) -> torch.Tensor:
+    """Return what experts bring their rows, fp32 [pairs, hidden_size], in the order of pairs."""
+    num_experts, hidden_size, intermediate_size = down.shape
+    num_pairs = len(pairs.order)
     constants = {
         "NUM_EXPERTS": num_experts,
         "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
@@ -105,10 +143,10 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     activated = x.new_empty(num_pairs, intermediate_size)
     gate_up_kernel[(pairs.max_blocks * triton.cdiv(intermediate_size, BLOCK_OUT),)](
         x,
-        packed.gate_up,
+        gate_up,
         *places,
         activated,
-        TOP_K=packed.top_k,
+        TOP_K=top_k,
         NUM_INPUTS=hidden_size,
         NUM_OUTPUTS=intermediate_size,
         num_warps=8,
@@ -117,7 +155,7 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     parts = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(pairs.max_blocks * triton.cdiv(hidden_size, BLOCK_OUT),)](
         activated,
-        packed.down,
+        down,
         *places,
         parts,
         NUM_INPUTS=intermediate_size,
@@ -125,22 +163,15 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
         num_warps=4,
         **constants,
     )
-    sum_experts_kernel[(num_rows, triton.cdiv(hidden_size, SUM_BLOCK))](
-        parts,
-        weights,
-        out,
-        hidden_size,
-        TOP_K=packed.top_k,
-        BLOCK=SUM_BLOCK,
-        enable_fp_fusion=True,
-    )
-    return out
+    return parts
 
 
 def _route(x: torch.Tensor, packed: MoeWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's weights, fp32 [rows, top_k], and experts, int32, by ascending ids."""
-    num_rows, num_experts = len(x), len(packed.router)
-    weights = torch.empty(num_rows, packed.top_k, dtype=torch.float32, device=x.device)
+    """Return each row's weights, fp32 [rows, top_k], and experts, int32 [rows, top_k], by ascending
+    ids. With a shared expert weights are [rows, top_k + 1], its own the last one.
+    """
+    num_rows, num_shared = len(x), 0 if packed.shared is None else 1
+    weights = torch.empty(num_rows, packed.top_k + num_shared, dtype=torch.float32, device=x.device)
     ids = torch.empty(num_rows, packed.top_k, dtype=torch.int32, device=x.device)
     route_kernel[(triton.cdiv(num_rows, ROUTED_ROWS),)](
         x,
@@ -151,17 +182,18 @@ def _route(x: torch.Tensor, packed: MoeWeight) -> tuple[torch.Tensor, torch.Tens
         TOP_K=packed.top_k,
         RENORMALIZE=packed.renormalize,
         NUM_INPUTS=x.shape[1],
-        NUM_EXPERTS=num_experts,
-        **route_tile(num_experts, x.dtype),
+        NUM_EXPERTS=len(packed.down),
+        NUM_SHARED=num_shared,
+        **route_tile(len(packed.router), x.dtype),
         num_warps=ROUTE_WARPS,
         enable_fp_fusion=True,
     )
     return weights, ids
 
 
-def route_tile(num_experts: int, dtype: torch.dtype) -> dict[str, int]:
+def route_tile(num_logits: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the router's tile, which fits the shared memory of all GPUs that this code runs on."""
-    block_experts, num_stages = max(16, triton.next_power_of_2(num_experts)), 3
+    block_experts, num_stages = max(16, triton.next_power_of_2(num_logits)), 3
     input_bytes = (ROUTED_ROWS + block_experts) * dtype.itemsize * num_stages
     block_k = 64
     while block_k > 16 and block_k * input_bytes > ROUTE_BYTES:
@@ -188,6 +220,27 @@ def _sort(ids: torch.Tensor, num_experts: int) -> _Sorted:
     return _Sorted(order, first_pairs, first_blocks, max_blocks)
 
 
+def _all_rows(x: torch.Tensor) -> _Sorted:
+    """Of one expert that all rows of x [rows, hidden_size] have."""
+    num_rows = len(x)
+    num_blocks = triton.cdiv(num_rows, BLOCK_ROWS)
+    edges = torch.arange(2, dtype=torch.int32, device=x.device)
+    order = torch.arange(num_rows, device=x.device)
+    return _Sorted(order, edges * num_rows, edges * num_blocks, num_blocks)
+
+
+def _as_stacks(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [rows, columns] as stacks of one, [1, rows, columns] in their dtype."""
+    return gate_up.detach().contiguous()[None], down.detach().contiguous()[None]
+
+
+def _dense(expert: tuple[ExpertWeight, ExpertWeight]) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up, down = expert
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        raise ValueError("experts are quantized, those of this set are dense")
+    return gate_up, down
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     x_ptr,
@@ -199,20 +252,28 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
     NUM_INPUTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The experts of some rows, by ascending ids, and their weights."""
+    """The experts of some rows, by ascending ids, and their weights, the shared one's behind them;
+    its gate is the router's last output.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     experts = tl.arange(0, BLOCK_EXPERTS)
     is_row, is_expert = rows < num_rows, experts < NUM_EXPERTS
     x_rows = x_ptr + rows[:, None].to(tl.int64) * NUM_INPUTS
     router_rows = router_ptr + experts[:, None] * NUM_INPUTS
+    is_output = experts < NUM_EXPERTS + NUM_SHARED
     logits = _multiply(
-        x_rows, router_rows, is_row, is_expert, NUM_INPUTS, BLOCK_ROWS, BLOCK_EXPERTS, BLOCK_K
+        x_rows, router_rows, is_row, is_output, NUM_INPUTS, BLOCK_ROWS, BLOCK_EXPERTS, BLOCK_K
     )
     logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+    first_weights = rows.to(tl.int64) * (TOP_K + NUM_SHARED)
+    if NUM_SHARED > 0:
+        gate = tl.sum(tl.where(experts[None, :] == NUM_EXPERTS, logits, 0.0), axis=1)
+        tl.store(weights_ptr + first_weights + TOP_K, 1.0 / (1.0 + tl.exp(-gate)), mask=is_row)
     logits = tl.where(is_expert[None, :], logits, float("-inf"))
     left = tl.where(is_expert[None, :] & (logits > LOWEST), logits, LOWEST)
     left = tl.where(is_expert[None, :], left, float("-inf"))
@@ -225,11 +286,11 @@ def route_kernel(
     shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     of_all = tl.where(chosen > 0, shares, 0.0) if RENORMALIZE else shares
     weights = shares / tl.sum(of_all, axis=1)[:, None]
-    places = rows[:, None].to(tl.int64) * TOP_K + tl.cumsum(chosen, axis=1) - 1
+    places = tl.cumsum(chosen, axis=1) - 1
     mask = is_row[:, None] & (chosen > 0)
-    tl.store(weights_ptr + places, weights, mask=mask)
+    tl.store(weights_ptr + first_weights[:, None] + places, weights, mask=mask)
     ids = tl.broadcast_to(experts[None, :], (BLOCK_ROWS, BLOCK_EXPERTS))
-    tl.store(ids_ptr + places, ids, mask=mask)
+    tl.store(ids_ptr + rows[:, None].to(tl.int64) * TOP_K + places, ids, mask=mask)
 
 
 @triton.jit
@@ -314,17 +375,30 @@ def down_kernel(
 
 @triton.jit
 def sum_experts_kernel(
-    parts_ptr, weights_ptr, output_ptr, num_outputs, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr,
+    shared_parts_ptr,
+    weights_ptr,
+    output_ptr,
+    num_outputs,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """output[row] = the row's parts times their weights, added up by ascending ids."""
+    """output[row] = the row's parts times their weights, added up by ascending ids, and behind them
+    the shared expert's.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_outputs
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    row_weights = weights_ptr + row * (TOP_K + NUM_SHARED)
     for place in range(TOP_K):
         pair = row * TOP_K + place
         part = tl.load(parts_ptr + pair * num_outputs + column, mask=inside, other=0.0)
-        total += part * tl.load(weights_ptr + pair)
+        total += part * tl.load(row_weights + place)
+    if NUM_SHARED > 0:
+        part = tl.load(shared_parts_ptr + row * num_outputs + column, mask=inside, other=0.0)
+        total += part * tl.load(row_weights + TOP_K)
     result = total.to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + row * num_outputs + column, result, mask=inside)
 

@@ -11,6 +11,7 @@ import transformers
 
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import read_model_config
+from support.models import EXPERTS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,7 +74,8 @@ def test_missing_fields_are_what_transformers_assumes(tmp_path: Path, architectu
     left_out = {"num_key_value_heads", "rms_norm_eps", "rope_theta"}
     raw = {name: value for name, value in LLAMA.items() if name not in left_out}
     raw |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-    raw |= {"moe_intermediate_size": 64, "architectures": [architecture]}
+    raw |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    raw |= {"architectures": [architecture]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = read_model_config(tmp_path)
     theirs = getattr(transformers, architecture).config_class.from_pretrained(tmp_path)
@@ -103,6 +105,49 @@ def test_qwen2_has_qkv_bias_only(write_config: Callable[..., Path]) -> None:
     )
     assert config.has_qkv_bias
     assert not config.has_attention_output_bias
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 3},
+        {"use_sliding_window": True, "max_window_layers": 0, "qkv_bias": False},
+        {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"] * 3,
+        },
+    ],
+)
+def test_qwen2_moe_is_read_as_transformers_does(
+    write_config: Callable[..., Path], changes: dict[str, Any]
+) -> None:
+    experts = EXPERTS | {"num_experts": 4, "num_hidden_layers": 6, "sliding_window": 100}
+    folder = write_config(
+        **experts, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], **changes
+    )
+    config = read_model_config(folder, model_impl="native")
+    assert isinstance(config, LlamaConfig)
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    is_sliding = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert config.attention_windows == tuple(100 if slides else None for slides in is_sliding)
+    assert config.has_qkv_bias == theirs.qkv_bias
+    assert not config.has_attention_output_bias
+
+
+def test_a_window_of_qwen2_moe_without_a_size_is_refused(
+    write_config: Callable[..., Path],
+) -> None:
+    folder = write_config(
+        **EXPERTS,
+        num_experts=4,
+        architectures=["Qwen2MoeForCausalLM"],
+        sliding_window=None,
+        use_sliding_window=True,
+    )
+    with pytest.raises(ModelError, match=r"layer_types is \['sliding.*, attention has the window"):
+        read_model_config(folder)
 
 
 def test_generation_config_wins_for_eos(write_config: Callable[..., Path]) -> None:

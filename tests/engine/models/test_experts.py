@@ -44,6 +44,8 @@ def test_the_config_says_which_layers_have_experts(make_model: Callable[..., Pat
         shapes[name] = (experts.num_experts, experts.num_experts_per_tok, experts.layers)
     assert shapes == {
         "mixtral": (4, 2, (0, 1, 2)),
+        "qwen2-moe": (6, 2, (0, 1, 2)),
+        "qwen2-moe-mixed": (5, 3, (3,)),
         "qwen3-moe": (6, 2, (0, 1, 2)),
         "qwen3-moe-mixed": (4, 3, (0, 2)),
     }
@@ -62,20 +64,25 @@ def test_the_config_says_which_layers_have_experts(make_model: Callable[..., Pat
         ({"decoder_sparse_step": "2"}, "decoder_sparse_step is '2', expected int"),
         ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all', expected array"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected bool"),
+        (
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0, expected int >= 1",
+        ),
     ],
 )
 def test_fields_that_say_nothing_sensible_are_named(
     make_model: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    raw = json.loads((build(make_model, "qwen3-moe") / "config.json").read_text())
+    raw = json.loads((build(make_model, "qwen2-moe") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ModelError, match=message):
         config_of(tmp_path)
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_in_one_tensor_are_those_stored_one_by_one(
-    make_model: Callable[..., Path], tmp_path: Path, name: str
+    make_model: Callable[..., Path], tmp_path: Path, name: str, quantization: str | None
 ) -> None:
     """As transformers 5 has them in memory."""
     folder = build(make_model, name)
@@ -102,16 +109,30 @@ def test_experts_in_one_tensor_are_those_stored_one_by_one(
     save_file(stored, fused / "model.safetensors")
     logits = []
     for each in (folder, fused):
-        driver = Driver(each, dtype="bfloat16")
+        driver = Driver(each, dtype="bfloat16", quantization=quantization)
         seen = record_logits(driver)
         driver.add("a", make_prompt(40))
         driver.run("a", num_tokens=3)
         logits.append(torch.cat(seen))
     assert torch.equal(*logits)
-    del stored["model.layers.0.mlp.experts.down_proj"]
+    missing = f"model.layers.{config.experts.layers[0]}.mlp.experts.down_proj"
+    del stored[missing]
     save_file(stored, fused / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks 1 weights: model.layers.0.mlp.experts.down_proj"):
+    with pytest.raises(ModelError, match=f"lacks 1 weights: {missing}"):
         load_model(fused, config, device=CPU)
+
+
+def test_a_shared_expert_is_asked_for_by_its_names(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(build(make_model, "qwen2-moe"), tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(name for name in weights if "layers.1.mlp.shared" in name)
+    for name in names:
+        del weights[name]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"lacks 4 weights: {', '.join(names[:3])}"):
+        load_model(folder, config_of(folder), device=CPU)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,10 +176,46 @@ def test_adapters_change_attention_and_no_experts(
         read_adapter(whole, model.lora_targets, dtype=torch.float32, max_rank=64)
 
 
-def test_a_whole_engine_hits_prefixes_and_says_what_transformers_does(
-    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen2-moe", "target_modules has 'gate_proj', which is no linear of the model's layers"),
+        # Some layers have an MLP whose linears are called the same.
+        ("qwen2-moe-mixed", r"no place for, as .*layers.3.mlp.shared_expert.gate_proj.lora_A"),
+    ],
+)
+def test_adapters_of_a_shared_expert_are_refused(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, message: str
 ) -> None:
-    folder = build(make_model, "mixtral")
+    folder = build(make_model, name)
+    model = Driver(folder).runner.model
+    assert isinstance(model, SupportsLora)
+    adapter = write_adapter(folder, tmp_path / "a", target_modules=["q_proj", "gate_proj"])
+    with pytest.raises(LoraError, match=message):
+        read_adapter(adapter, model.lora_targets, dtype=torch.float32, max_rank=64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preempted_request_says_what_transformers_does(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    folder = build(make_model, name)
+    driver = Driver(folder)
+    for request_id, length in (("a", 70), ("b", 20)):
+        driver.add(request_id, make_prompt(length))
+    driver.run("a", "b", num_tokens=4)
+    driver.preempt("a")
+    driver.run("b", num_tokens=8)
+    driver.run("a", num_tokens=10, chunk=16)
+    assert driver.sequences["a"].output == hf_greedy(folder, make_prompt(70), 10)
+    assert driver.sequences["b"].output == hf_greedy(folder, make_prompt(20), 8)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+def test_a_whole_engine_hits_prefixes_and_says_what_transformers_does(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    folder = build(make_model, name)
     prompts = {str(n): make_prompt(n) for n in (20, 90, 150)}
     expected = {name: hf_greedy(folder, prompt, 10) for name, prompt in prompts.items()}
     with loaded(folder, max_model_len=400, max_num_batched_tokens=64, num_blocks=200) as engine:

@@ -31,6 +31,12 @@ SHAPE = {
     "head_dim": 32,
     "num_hidden_layers": 2,
 }
+MOE_SHAPE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 160,
+}
 # As Qwen3's and DeepSeek's checkpoints say it, and as AutoFP8's do.
 FINE_GRAINED: dict[str, Any] = {
     "activation_scheme": "dynamic",
@@ -175,8 +181,13 @@ class Stored(NamedTuple):
 def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Stored]:
     """make_stored(quantization_config, store, **shape) of a Qwen2: q, k and v have biases."""
 
-    def make(quantization: dict[str, Any], store: Store, **shape: Any) -> Stored:
-        source = make_model("Qwen2ForCausalLM", **SHAPE | shape)
+    def make(
+        quantization: dict[str, Any],
+        store: Store,
+        architecture: str = "Qwen2ForCausalLM",
+        **shape: Any,
+    ) -> Stored:
+        source = make_model(architecture, **SHAPE | shape)
         dense = load_file(source / "model.safetensors")
         stored = dict(dense)
         for name, tensor in load_file(source / "model.safetensors").items():
@@ -201,6 +212,16 @@ def test_a_checkpoint_in_fp8_is_the_dense_one_it_stands_for(
     make_stored: Callable[..., Stored], quantization: dict[str, Any], store: Store
 ) -> None:
     stored = make_stored(quantization, store)
+    for dtype in ("float32", "bfloat16"):
+        expected = logits_of(stored.dense, dtype=dtype)
+        assert torch.equal(logits_of(stored.folder, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize(("quantization", "store"), FORMATS)
+def test_experts_in_fp8_are_the_dense_ones_that_they_stand_for(
+    make_stored: Callable[..., Stored], quantization: dict[str, Any], store: Store
+) -> None:
+    stored = make_stored(quantization, store, "Qwen2MoeForCausalLM", **MOE_SHAPE)
     for dtype in ("float32", "bfloat16"):
         expected = logits_of(stored.dense, dtype=dtype)
         assert torch.equal(logits_of(stored.folder, dtype=dtype), expected)

@@ -29,6 +29,7 @@ HALF = DENSE | {"num_hidden_layers": 4}
 # A table of half the weights, used twice.
 TIED = HALF | {"tie_word_embeddings": True, "vocab_size": 49152}
 EXPERTS = SHAPE | {"intermediate_size": 384, "num_local_experts": 8, "num_hidden_layers": 4}
+MANY_EXPERTS = EXPERTS | {"num_hidden_layers": 8}
 BYTES = {"int8": 1, "bfloat16": 2}
 
 
@@ -49,6 +50,7 @@ CASES = {
     "int8": Case("LlamaForCausalLM", DENSE, served="int8"),
     "transformers": Case("LlamaForCausalLM", DENSE, model_impl="transformers"),
     "experts": Case("MixtralForCausalLM", EXPERTS),
+    "experts in int8": Case("MixtralForCausalLM", MANY_EXPERTS, served="int8"),
     "experts of transformers": Case("MixtralForCausalLM", EXPERTS, model_impl="transformers"),
 }
 # Prints for each case the most memory that a process had before and after. (Not ru_maxrss, in which

@@ -13,15 +13,17 @@ from safetensors.torch import load_file
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelError
-from pdserve_engine.models.quantization import IntQuantization, read_quantization
+from pdserve_engine.models.quantization import IntQuantization, Quantization, read_quantization
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
-from pdserve_engine.models.weights.quantized import read_projection
+from pdserve_engine.models.weights.quantized import read_projection, round_at_load
 from pdserve_kernels import name_of, select
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from support.checkpoints import change_tensors, logits_of, write
 from support.kernels import without_compiled_kernels
 from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.models import NATIVE_MODELS
+from support.samples import sampled
 
 TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
 TEXTS = 24
@@ -216,21 +218,23 @@ def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[...
 
     The zero points of weights whose names end with one of `centred` are at the middle all the same.
     """
-    source = make_model("Qwen2ForCausalLM", num_hidden_layers=1)
 
     def make(
         quantization: dict[str, Any],
         store: Callable[[Integers], dict[str, torch.Tensor]],
         has_zeros: bool,
         centred: tuple[str, ...] = (),
+        model: tuple[str, dict[str, Any]] = ("Qwen2ForCausalLM", {}),
     ) -> Stored:
+        architecture, overrides = model
+        source = make_model(architecture, **overrides | {"num_hidden_layers": 1})
         torch.manual_seed(0)
         known = read_quantization({"quantization_config": quantization}, None)
         assert isinstance(known, IntQuantization)
         dense = load_file(source / "model.safetensors")
         stored: dict[str, torch.Tensor] = {}
         for name, tensor in dense.items():
-            if not name.endswith("_proj.weight"):
+            if not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
                 stored[name] = tensor
                 continue
             weight = make_integers(tensor.shape, known, has_zeros and not name.endswith(centred))
@@ -271,11 +275,87 @@ def test_a_quantized_checkpoint_is_the_dense_one_it_stands_for(
     assert (in_bf16 - expected)[0].std() < 0.05 * expected[0].std()
 
 
+@pytest.mark.parametrize("name", sampled(["mixtral", "qwen2-moe"], "qwen2-moe"))
+@pytest.mark.parametrize(("quantization", "store", "has_zeros"), FORMATS)
+def test_a_quantized_checkpoint_with_experts_is_the_dense_one_it_stands_for(
+    make_stored: Callable[..., Stored],
+    quantization: dict[str, Any],
+    store: Callable[[Integers], dict[str, torch.Tensor]],
+    has_zeros: bool,
+    name: str,
+) -> None:
+    """The router and a shared expert's gate are dense in both."""
+    stored = make_stored(quantization, store, has_zeros, model=NATIVE_MODELS[name])
+    expected = logits_of(stored.dense, dtype="float32")
+    assert torch.equal(logits_of(stored.folder, dtype="float32"), expected)
+    in_bf16 = logits_of(stored.folder, dtype="bfloat16")
+    # Rounding may choose other experts.
+    assert (in_bf16 - expected)[0].std() < 0.3 * expected[0].std()
+
+
+def test_some_experts_may_be_dense_and_a_router_has_to_be(
+    make_stored: Callable[..., Stored],
+) -> None:
+    stored = make_stored(COMPRESSED, store_symmetric, False, model=NATIVE_MODELS["qwen2-moe"])
+    dense = load_file(stored.dense / "model.safetensors")
+    stem, router = "model.layers.0.mlp.experts.2.down_proj", "model.layers.0.mlp.gate"
+
+    def make_dense(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("weight_packed", "weight_scale", "weight_shape"):
+            del tensors[f"{stem}.{part}"]
+        tensors[f"{stem}.weight"] = dense[f"{stem}.weight"]
+
+    change_tensors(stored.folder, make_dense)
+    expected = logits_of(stored.dense, dtype="float32")
+    assert torch.equal(logits_of(stored.folder, dtype="float32"), expected)
+    assert logits_of(stored.folder, dtype="bfloat16").isfinite().all()
+
+    def quantize_router(tensors: dict[str, torch.Tensor]) -> None:
+        known = read_quantization({"quantization_config": COMPRESSED}, None)
+        assert isinstance(known, IntQuantization)
+        integers = make_integers(tensors.pop(f"{router}.weight").shape, known, False)
+        tensors |= {f"{router}.{part}": t for part, t in store_symmetric(integers).items()}
+
+    change_tensors(stored.folder, quantize_router)
+    with pytest.raises(ModelError, match=rf"lacks 1 weights: {router}\.weight"):
+        load(stored.folder)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+def test_experts_rounded_at_load_time_are_the_dense_ones_that_they_stand_for(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, method: Any
+) -> None:
+    architecture, overrides = NATIVE_MODELS[name]
+    source = make_model(architecture, **overrides)
+    quantization = read_quantization({}, method)
+    assert quantization is not None
+    dense = load_file(source / "model.safetensors")
+    for key, weight in dense.items():
+        if key == "lm_head.weight":
+            dense[key] = rounded(weight, quantization.of_lm_head)
+        elif key.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            dense[key] = rounded(weight, quantization)
+    write(source, tmp_path / "dense", dense, None)
+    expected = logits_of(tmp_path / "dense", dtype="float32")
+    found = logits_of(source, dtype="float32", quantization=method)
+    assert torch.equal(found, expected)
+
+
+def rounded(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    found = round_at_load(weight, quantization)
+    assert isinstance(found, QuantizedWeight)
+    return found.dequantize()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_request_gets_the_same_bits_whole_and_in_chunks(
-    make_model: Callable[..., Path], quantization: str
+    make_model: Callable[..., Path], quantization: str, name: str
 ) -> None:
-    folder, settings = make_model(), {"dtype": "bfloat16", "quantization": quantization}
+    architecture, overrides = NATIVE_MODELS[name]
+    folder = make_model(architecture, **overrides)
+    settings = {"dtype": "bfloat16", "quantization": quantization}
     assert torch.equal(logits_of(folder, **settings), logits_of(folder, chunk=7, **settings))
 
 

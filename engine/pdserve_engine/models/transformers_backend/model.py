@@ -58,6 +58,7 @@ CHECKED_ARCHITECTURES = frozenset(
         "OlmoeForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
     )

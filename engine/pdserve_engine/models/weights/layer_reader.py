@@ -10,6 +10,7 @@ from pdserve_engine.models.weights.loader import Checkpoint, WeightPart
 from pdserve_engine.models.weights.projection import Projection
 from pdserve_engine.models.weights.quantized import read_projection
 from pdserve_kernels import KernelSet
+from pdserve_kernels.reference.quantization import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +27,21 @@ class LayerReader:
         """Return weights as they are, stacked by rows: [rows, ...] in the model's dtype."""
         return self.checkpoint.read(*weights, dtype=self.dtype, device=self.device)
 
-    def linear(self, prefix: str, projection: Projection, *, num_parts: int = 1) -> Any:
-        """Return this rank's part of a projection, packed."""
-        weight = read_projection(
+    def weight(self, prefix: str, projection: Projection) -> torch.Tensor | QuantizedWeight:
+        """Return this rank's part of a projection's weight, [out_features, in_features] for
+        activations of the model's dtype.
+        """
+        return read_projection(
             self.checkpoint,
             projection.weights(prefix),
             self.quantization,
             dtype=self.dtype,
             device=self.device,
         )
+
+    def linear(self, prefix: str, projection: Projection, *, num_parts: int = 1) -> Any:
+        """Return this rank's part of a projection, packed."""
+        weight = self.weight(prefix, projection)
         bias = self.tensor(*projection.biases(prefix)) if projection.has_bias else None
         return self.kernels.pack_linear(
             weight, bias, num_parts=num_parts, num_sums=projection.num_sums

@@ -113,6 +113,18 @@ def weight_shapes(config: LlamaConfig, names: Collection[str] = ()) -> dict[str,
     return shapes
 
 
+def never_quantized(config: LlamaConfig, names: Collection[str] = ()) -> frozenset[str]:
+    """Return the weights that are dense in every checkpoint with these names, norms and biases
+    apart.
+    """
+    prefixes = {layer_prefix(layer): layer for layer in range(config.num_layers)}
+    return frozenset((EMBEDDING, SCORE)).union(
+        prefix + name
+        for prefix, layer in prefixes.items()
+        for name in LayerWeights.of(config, layer, names=names).mlp.never_quantized
+    )
+
+
 def lora_targets(config: LlamaConfig) -> Targets:
     """Return the linears that adapters may change: those of the layers but routers and experts."""
     return {

@@ -118,12 +118,10 @@ class Checkpoint:
         self._last_file = _LastFile()
         self._read_names: set[str] = set()
         self._lock = threading.Lock()
+        # All weights but those that are computed from the config. A model of many experts has many
+        # names, and asks for each whether it is among them.
+        self.names = frozenset(name for name in self._files if not name.endswith(IGNORED_SUFFIX))
         self._num_expected = len(self.names)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all weights but those that are computed from the config."""
-        return frozenset(name for name in self._files if not name.endswith(IGNORED_SUFFIX))
 
     def check(
         self,

@@ -56,7 +56,7 @@ def stored_weights(
     tables: Collection[str] = (),
 ) -> StoredWeights:
     """Return the weights a checkpoint with these names must have, given those of a dense one, of
-    which `tables` are never quantized.
+    which `tables` are never quantized: what rows are looked up in, and what chooses experts.
 
     Tools for GPTQ may write a bias beside every `qweight`: it is among them if it is there, though
     the dense model may have none (`check_unused_biases`).
@@ -70,7 +70,7 @@ def stored_weights(
             if len(shape) == 2 and name not in tables
         }
         return _stored_fp8(expected, linears, names, quantization)
-    return StoredWeights(_stored_integers(expected, names, quantization))
+    return StoredWeights(_stored_integers(expected, {*names, *tables}, quantization))
 
 
 def _stored_fp8(
@@ -91,8 +91,9 @@ def _stored_fp8(
 
 
 def _stored_integers(
-    expected: Mapping[str, tuple[int, ...]], names: frozenset[str], quantization: IntQuantization
+    expected: Mapping[str, tuple[int, ...]], names: Collection[str], quantization: IntQuantization
 ) -> dict[str, tuple[int, ...]]:
+    """Names has what is dense, too, where it is missing."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in expected.items():
         if name in names or len(shape) != 2:
@@ -157,6 +158,17 @@ def read_projection(
         raise ModelError(f"{', '.join(names)}: {error}") from error
 
 
+def round_at_load(
+    weight: torch.Tensor, quantization: Quantization | None
+) -> torch.Tensor | QuantizedWeight:
+    """Return a dense weight [out_features, in_features], bf16 or fp32, rounded if that is to be
+    done at load time, for activations of its dtype.
+    """
+    if quantization is None or quantization.method != "load":
+        return weight
+    return _round(weight, quantization)
+
+
 def _is_stored(name: str, names: frozenset[str], quantization: Quantization | None) -> bool:
     """Does a checkpoint with these names have a weight, given without `.weight`, quantized?"""
     if quantization is None or quantization.method == "load":
@@ -191,12 +203,8 @@ def _read_integers(
     dtype: torch.dtype,
     shape: tuple[int, int],
 ) -> QuantizedWeight:
-    parts = [stored for stored in checkpoint.names if stored.rpartition(".")[0] == name]
-    tensors = {
-        stored.rpartition(".")[2]: checkpoint.read_as_stored(stored)
-        for stored in parts
-        if not stored.endswith(BIAS)
-    }
+    parts = _shapes_of(quantization, *shape)
+    tensors = {part: checkpoint.read_as_stored(f"{name}.{part}") for part in parts}
     try:
         integers = _DECODERS[quantization.method](tensors, quantization)
         weight = _signed(integers, quantization, dtype)

@@ -30,6 +30,12 @@ void choose(const float* logits, int64_t num_experts, int64_t top_k, int32_t* id
   }
 }
 
+float sigmoid(float x) {
+  float of_all[LANES];
+  store(of_all, div(set1(1.0f), add(set1(1.0f), exp(set1(-x)))));
+  return of_all[0];
+}
+
 // Routes this thread's rows.
 void route(const Team& team, const Moe& moe, int64_t m, const MoeWorkspace& workspace) {
   const int64_t num_experts = moe.num_experts();
@@ -39,7 +45,9 @@ void route(const Team& team, const Moe& moe, int64_t m, const MoeWorkspace& work
   shares.resize(padded);
   const Range rows = team.share(m);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const bf16* logits = workspace.logits + row * num_experts;
+    const bf16* logits = workspace.logits + row * moe.router.n;
+    if (moe.shared != nullptr)
+      workspace.shared_weights[row] = sigmoid(to_float(logits[num_experts]));
     for (int64_t i = 0; i < num_experts; ++i) shares[i] = to_float(logits[i]);
     int32_t* ids = workspace.ids + row * moe.top_k;
     choose(shares.data(), num_experts, moe.top_k, ids);
@@ -143,6 +151,12 @@ void activate(const Team& team, const Moe& moe, const MoeWorkspace& workspace) {
   }
 }
 
+// total [PANEL] += factor * sums
+void add_scaled(float factor, const float* sums, float* total) {
+  for (int i = 0; i < PANEL; i += LANES)
+    store(total + i, fma(set1(factor), load(sums + i), load(total + i)));
+}
+
 // Adds to totals [m][PANEL] what some sorted pairs of an expert bring for a panel of outputs.
 void add_panel(const Moe& moe, const PackedLinear& weight, int64_t panel, int64_t next,
                Range places, const MoeWorkspace& workspace, float* sums, float* totals) {
@@ -150,16 +164,23 @@ void add_panel(const Moe& moe, const PackedLinear& weight, int64_t panel, int64_
                  panel, next, sums);
   for (int64_t place = places.begin; place < places.end; ++place) {
     const int32_t pair = workspace.sorted[place];
-    const F32 factor = set1(workspace.weights[pair]);
-    float* total = totals + pair / moe.top_k * PANEL;
-    const float* row = sums + (place - places.begin) * PANEL;
-    for (int i = 0; i < PANEL; i += LANES)
-      store(total + i, fma(factor, load(row + i), load(total + i)));
+    add_scaled(workspace.weights[pair], sums + (place - places.begin) * PANEL,
+               totals + pair / moe.top_k * PANEL);
   }
 }
 
+// Adds to totals [m][PANEL] what the shared expert brings some rows for a panel of outputs.
+void add_shared_panel(const PackedLinear& weight, int64_t panel, int64_t next, Range rows,
+                      const MoeWorkspace& workspace, float* sums, float* totals) {
+  multiply_panel(workspace.shared_activated + rows.begin * weight.k, rows.end - rows.begin, weight,
+                 panel, next, sums);
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    add_scaled(workspace.shared_weights[row], sums + (row - rows.begin) * PANEL,
+               totals + row * PANEL);
+}
+
 // This thread's panels of out: those of an expert follow each other in memory, and experts come in the
-// order of ids.
+// order of ids, the shared one behind them.
 void add_up_experts(const Team& team, const Moe& moe, int64_t m, const MoeWorkspace& workspace,
                     bf16* out) {
   alignas(64) float sums[MAX_BLOCK_ROWS * PANEL];
@@ -176,6 +197,12 @@ void add_up_experts(const Team& team, const Moe& moe, int64_t m, const MoeWorksp
       });
     }
   }
+  for (int64_t panel = panels.begin; panel < panels.end && moe.shared != nullptr; ++panel) {
+    const int64_t next = panel + 1 < panels.end ? panel + 1 : panel;
+    for_each_block(Range{0, m}, [&](Range rows) {
+      add_shared_panel(moe.shared->down, panel, next, rows, workspace, sums, totals_of(panel));
+    });
+  }
   for (int64_t panel = panels.begin; panel < panels.end; ++panel)
     for (int64_t row = 0; row < m; ++row)
       detail::store_row(out + row * moe.down[0].n + panel * PANEL, moe.down[0].num_outputs(panel),
@@ -186,7 +213,7 @@ void add_up_experts(const Team& team, const Moe& moe, int64_t m, const MoeWorksp
 
 MoeWorkspace::MoeWorkspace(Carver& carver, const Moe& moe, int64_t m) {
   const int64_t num_pairs = m * moe.top_k;
-  logits = carver.take<bf16>(m * moe.num_experts());
+  logits = carver.take<bf16>(m * moe.router.n);
   ids = carver.take<int32_t>(num_pairs);
   weights = carver.take<float>(num_pairs);
   first_pairs = carver.take<int32_t>(moe.num_experts() + 1);
@@ -194,11 +221,15 @@ MoeWorkspace::MoeWorkspace(Carver& carver, const Moe& moe, int64_t m) {
   gathered = carver.take<bf16>(num_pairs * moe.hidden_size());
   activated = carver.take<bf16>(num_pairs * moe.intermediate_size());
   totals = carver.take<float>(moe.down[0].num_panels() * m * PANEL);
+  shared_weights = carver.take<float>(moe.shared == nullptr ? 0 : m);
+  shared_activated = carver.take<bf16>(moe.shared == nullptr ? 0 : m * moe.shared->down.k);
 }
 
 void fused_moe(const Team& team, const Moe& moe, const bf16* x, int64_t m,
                const MoeWorkspace& workspace, bf16* out) {
   linear(team, x, m, moe.router, workspace.logits);
+  if (moe.shared != nullptr)
+    linear_silu_mul(team, x, m, moe.shared->gate_up, workspace.shared_activated);
   team.barrier();
   route(team, moe, m, workspace);
   team.barrier();
