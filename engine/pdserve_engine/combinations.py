@@ -33,7 +33,6 @@ class Feature(enum.Enum):
     # Features of the model.
     TRANSFORMERS = "models on the transformers backend"
     EXPERTS = "models with experts on our own code"
-    QUANTIZED_EXPERTS = "models with quantized experts"
     SLIDING_WINDOWS = "models with sliding windows"
     MIXED_WINDOWS = "models with sliding windows beside full attention"
     PICTURES = "models that take pictures"
@@ -44,7 +43,6 @@ class Feature(enum.Enum):
 OF_MODELS = (
     Feature.TRANSFORMERS,
     Feature.EXPERTS,
-    Feature.QUANTIZED_EXPERTS,
     Feature.SLIDING_WINDOWS,
     Feature.MIXED_WINDOWS,
     Feature.PICTURES,
@@ -121,11 +119,6 @@ EXCLUDED: tuple[Excluded, ...] = (
         "the bits of its modules depend on the batch",
     ),
     *_excluded((Feature.EXPERTS,), _RANKS, "experts are not cut over ranks"),
-    *_excluded(
-        (Feature.QUANTIZED_EXPERTS,),
-        (Feature.CUDA,),
-        "the kernels of experts there have dense weights",
-    ),
     *_excluded(
         (Feature.MIXED_WINDOWS,),
         (Feature.PIPELINE_PARALLEL,),

@@ -43,7 +43,7 @@ KINDS = {
     "dense": Kind(frozenset(), "LlamaForCausalLM"),
     "experts": Kind(frozenset({Feature.EXPERTS}), "MixtralForCausalLM", {"num_local_experts": 4}),
     "integer experts": Kind(
-        frozenset({Feature.EXPERTS, Feature.QUANTIZED_EXPERTS, Feature.INTEGER_WEIGHTS}),
+        frozenset({Feature.EXPERTS, Feature.INTEGER_WEIGHTS}),
         "Qwen2MoeForCausalLM",
         EXPERTS | {"num_experts": 4},
         {"quantization": "int4"},

@@ -21,7 +21,7 @@ from support.interpreted import (
     prompt_events,
 )
 from support.model_driver import Driver, make_prompt
-from support.models import LLAVA
+from support.models import LLAVA, NATIVE_MODELS
 from support.pictures import Picture, Prompt, hf_greedy
 from support.recorded_graphs import have_few_graphs, recorded_graphs
 from support.samples import sampled
@@ -112,6 +112,22 @@ def test_adapters_and_quantized_weights_bring_the_same_tokens(
         outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
     assert outputs[1] == outputs[0]
     assert len({tuple(output) for output in outputs[0].values()}) == 4
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("quantization", sampled([None, "int8", "int4", "fp8"], "int4"))
+def test_experts_bring_the_same_tokens(
+    make_model: Callable[..., Path],
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str | None,
+) -> None:
+    convert_fp8_as_gpus_do(monkeypatch)
+    architecture, overrides = NATIVE_MODELS["qwen2-moe"]
+    folder = make_model(architecture, **overrides | FEW_LAYERS)
+    plain = Driver(folder, quantization=quantization)
+    ahead = make_driver(folder=folder, quantization=quantization)
+    assert outputs_of(ahead) == outputs_of(plain)
 
 
 @in_the_interpreter

@@ -57,6 +57,7 @@ CASES = (
     ("qwen3-moe-mixed", "bfloat16", None, False),
     ("mixtral", "bfloat16", None, True),
     ("qwen2-moe", "bfloat16", None, False),
+    ("qwen2-moe", "bfloat16", "int4", False),
 )
 
 

@@ -99,12 +99,14 @@ def test_bfloat16_logits_are_close_to_transformers(
     assert error(torch.cat(seen)) < max(0.1, 2 * error(rounded))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_greedy_text_of_quantized_weights_is_that_of_the_cpu(
-    make_model: Callable[..., Path], quantization: str
+    make_model: Callable[..., Path], quantization: str, name: str
 ) -> None:
     """There the weights are made dense and multiplied in fp32."""
-    folder = make_model("Qwen3ForCausalLM", hidden_size=96, intermediate_size=160)
+    architecture, overrides = NATIVE_MODELS[name]
+    folder = make_model(architecture, **overrides, hidden_size=96, intermediate_size=160)
     outputs = []
     for device in (CPU, DEVICE):
         driver = Driver(folder, device=device, quantization=quantization)

@@ -1,5 +1,6 @@
 """Random experts, and what they bring in fp64."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,30 @@ def make_experts(shape: Shape, dtype: torch.dtype) -> Experts:
         if shape.shared
         else None,
     )
+
+
+def with_weights(experts: Experts, make) -> Experts:
+    """The same with what `make` makes of each expert's weights, the shared one's too."""
+    shared = experts.shared
+    return experts._replace(
+        mlps=[(make(gate_up), make(down)) for gate_up, down in experts.mlps],
+        shared=shared and shared._replace(gate_up=make(shared.gate_up), down=make(shared.down)),
+    )
+
+
+def make_quantized(shape, make, dtype=torch.bfloat16):
+    """Experts with weights that `make` makes of a shape, and a dense router."""
+
+    def weight(dense):
+        made = make(*dense.shape)
+        scales = made.scales * dense.shape[1] ** -0.5
+        return dataclasses.replace(made, scales=scales.to(made.scales.dtype), dtype=dtype)
+
+    return with_weights(make_experts(shape, dtype), weight)
+
+
+def dequantized(experts):
+    return with_weights(experts, lambda weight: weight.dequantize())
 
 
 def moe_in_fp64(x: torch.Tensor, experts: Experts) -> torch.Tensor:

@@ -1,10 +1,15 @@
 """Experts on a CPU, in C++ and in torch, against fp64."""
 
-import dataclasses
-
 import pytest
 import torch
-from expert_models import SHAPES, Experts, make_experts, moe_in_fp64
+from expert_models import (
+    SHAPES,
+    dequantized,
+    make_experts,
+    make_quantized,
+    moe_in_fp64,
+    with_weights,
+)
 from integer_weights import KINDS, exact, make_fp8_weight, make_weight
 
 from pdserve_kernels import cpu, reference
@@ -45,30 +50,6 @@ def test_a_row_has_its_bits_in_any_batch_and_with_any_number_of_threads(shape, s
         for count in ROWS:
             assert torch.equal(cpu.fused_moe(x[:count], packed), together[:count])
             assert torch.equal(cpu.fused_moe(x[-count:], packed), together[-count:])
-
-
-def with_weights(experts: Experts, make) -> Experts:
-    """The same with what `make` makes of each expert's weights, the shared one's too."""
-    shared = experts.shared
-    return experts._replace(
-        mlps=[(make(gate_up), make(down)) for gate_up, down in experts.mlps],
-        shared=shared and shared._replace(gate_up=make(shared.gate_up), down=make(shared.down)),
-    )
-
-
-def make_quantized(shape, make, dtype=torch.bfloat16):
-    """Experts with weights that `make` makes of a shape, and a dense router."""
-
-    def weight(dense):
-        made = make(*dense.shape)
-        scales = made.scales * dense.shape[1] ** -0.5
-        return dataclasses.replace(made, scales=scales.to(made.scales.dtype), dtype=dtype)
-
-    return with_weights(make_experts(shape, dtype), weight)
-
-
-def dequantized(experts):
-    return with_weights(experts, lambda weight: weight.dequantize())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

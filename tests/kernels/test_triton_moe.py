@@ -1,8 +1,11 @@
 """Experts in Triton: on a GPU, or interpreted if TRITON_INTERPRET=1."""
 
+from functools import partial
+
 import pytest
 import torch
-from expert_models import SHAPES, make_experts, moe_in_fp64
+from expert_models import SHAPES, dequantized, make_experts, make_quantized, moe_in_fp64
+from integer_weights import KINDS, make_fp8_weight, make_weight
 
 from pdserve_kernels.reference.moe import SharedExpert, route
 from pdserve_kernels.reference.quantization import quantize
@@ -58,19 +61,46 @@ def test_routes_are_those_of_the_reference_with_equal_logits(kernels, renormaliz
     torch.testing.assert_close(weights.cpu(), expected_weights)
 
 
-def test_quantized_experts_are_refused(kernels):
+QUANTIZED = [*KINDS, pytest.param("fp8", id="fp8"), pytest.param("fp8 by 128", id="fp8 by 128")]
+
+
+def make_of(kind):
+    """Return what makes a weight of a kind."""
+    if isinstance(kind, str):
+        return partial(make_fp8_weight, group_size=128 if "128" in kind else None)
+    return lambda *shape: make_weight(*shape, *kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_experts_are_their_dense_twins(kernels, kind, dtype):
+    shape = SHAPES[3]._replace(num_experts=3, top_k=2, hidden=200, shared=40)
+    experts = make_quantized(shape, make_of(kind), dtype)
+    packed, twin = packed_of(kernels, experts), packed_of(kernels, dequantized(experts))
+    x = torch.randn(20, shape.hidden).to(dtype).to(DEVICE)
+    together, expected = kernels.fused_moe(x, packed), kernels.fused_moe(x, twin)
+    assert torch.equal(together, expected)
+    assert torch.equal(kernels.fused_moe(x[5:6], packed), together[5:6])
+
+
+def test_zero_points_that_some_experts_lack_are_0(kernels):
+    shape, dtype = SHAPES[0]._replace(num_experts=3), DTYPES[1]
+    made = [
+        make_quantized(shape, make_of((4, 32, torch.float32, has_zeros)), dtype)
+        for has_zeros in (False, True)
+    ]
+    experts = made[0]._replace(mlps=[made[i].mlps[i] for i in (0, 1)] + [made[0].mlps[2]])
+    x = torch.randn(9, shape.hidden).to(dtype).to(DEVICE)
+    found = kernels.fused_moe(x, packed_of(kernels, experts))
+    assert torch.equal(found, kernels.fused_moe(x, packed_of(kernels, dequantized(experts))))
+
+
+def test_experts_that_are_stored_otherwise_than_the_first_are_refused(kernels):
     experts = make_experts(SHAPES[3], torch.float32)
-    gate_up, down = (quantize(w, bits=8, group_size=None) for w in experts.mlps[0])
-    for changed in (
-        experts._replace(mlps=[(gate_up, down), *experts.mlps[1:]]),
-        experts._replace(
-            shared=experts.shared._replace(
-                down=quantize(experts.shared.down, bits=8, group_size=None)
-            )
-        ),
-    ):
-        with pytest.raises(ValueError, match="experts are quantized, those of this set are dense"):
-            packed_of(kernels, changed)
+    quantized = tuple(quantize(w, bits=8, group_size=None) for w in experts.mlps[1])
+    changed = experts._replace(mlps=[experts.mlps[0], quantized, *experts.mlps[2:]])
+    with pytest.raises(ValueError, match=r"expert 1 is int8 in .*, the first one is torch"):
+        packed_of(kernels, changed)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])

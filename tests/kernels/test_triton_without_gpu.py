@@ -116,6 +116,8 @@ class Case(NamedTuple):
             return "*u8" if constants["BITS"] == 4 else "*i8"
         if name == "zeros_ptr":
             return "*i8"
+        if name in ("gate_up_ptr", "down_ptr") and constants["BITS"] < 16:
+            return "*u8" if constants["BITS"] == 4 or constants["IS_FP8"] else "*i8"
         if name == "fp8_ptr":
             return "*fp8e4nv"
         if name == "scales_ptr":
@@ -272,17 +274,55 @@ def lora_cases() -> list[Case]:
     ]
 
 
+def quantized_moe_cases(dtype: str = "bf16") -> list[Case]:
+    """Of 128 experts, as `--quantization` has them, and as checkpoints may."""
+    from pdserve_kernels.triton import moe
+
+    common = {"NUM_EXPERTS": 128, "BLOCK_EXPERTS": 128}
+    common |= {"BLOCK_K": 64 if dtype == "bf16" else 32}
+    common |= {"BLOCK_ROWS": moe.BLOCK_ROWS, "BLOCK_OUT": moe.BLOCK_OUT}
+    sizes = {
+        "gate and up": (moe.gate_up_kernel, 8, {"TOP_K": 8}, 2048, 768),
+        "down": (moe.down_kernel, 4, {}, 768, 2048),
+    }
+    cases = []
+    for name, bits, group_size, has_zeros in (
+        ("int8", 8, 2048, False),
+        ("int4", 4, 32, False),
+        ("int4, zeros", 4, 128, True),
+        ("fp8", 8, 2048, False),
+        ("fp8, blocks", 8, 128, False),
+    ):
+        is_fp8 = name.startswith("fp8")
+        kind = {"BITS": bits, "IS_FP8": is_fp8, "HAS_ZEROS": has_zeros, "GROUP_SIZE": group_size}
+        for part, (kernel, num_warps, others, num_inputs, num_outputs) in sizes.items():
+            shape = {"NUM_INPUTS": num_inputs, "NUM_OUTPUTS": num_outputs}
+            shape["NUM_GROUPS"] = max(1, num_inputs // group_size)
+            cases.append(
+                Case(
+                    f"experts in {name}, {part}{suffix_of(dtype)}",
+                    kernel,
+                    common | kind | others | shape,
+                    num_warps,
+                    architectures=(89, 90) if is_fp8 else ARCHITECTURES,
+                    dtype=dtype,
+                )
+            )
+    return cases
+
+
 def moe_cases() -> list[Case]:
     """Of 128 experts, of which a token has 8, routers of 512, and of 60 with a shared expert."""
     from pdserve_kernels.triton import moe
 
-    of_experts = {"NUM_EXPERTS": 128, "BLOCK_EXPERTS": 128, "BLOCK_K": 64}
+    dense = {"NUM_GROUPS": 1, "GROUP_SIZE": 1, "BITS": 16, "IS_FP8": False, "HAS_ZEROS": False}
+    of_experts = dense | {"NUM_EXPERTS": 128, "BLOCK_EXPERTS": 128, "BLOCK_K": 64}
     blocks = {"BLOCK_ROWS": moe.BLOCK_ROWS, "BLOCK_OUT": moe.BLOCK_OUT}
     route = {"TOP_K": 8, "RENORMALIZE": True, "NUM_INPUTS": 2048}
     gate_up = blocks | {"TOP_K": 8, "NUM_INPUTS": 2048, "NUM_OUTPUTS": 768}
     down = blocks | {"NUM_INPUTS": 768, "NUM_OUTPUTS": 2048}
     total = {"TOP_K": 8, "BLOCK": moe.SUM_BLOCK, "NUM_SHARED": 0}
-    one = {"NUM_EXPERTS": 1, "BLOCK_EXPERTS": 1, "BLOCK_K": 64}
+    one = dense | {"NUM_EXPERTS": 1, "BLOCK_EXPERTS": 1, "BLOCK_K": 64}
     routes = []
     for count, num_shared in ((128, 0), (512, 0), (60, 1)):
         tile = moe.route_tile(count + num_shared, torch.bfloat16)
@@ -292,6 +332,7 @@ def moe_cases() -> list[Case]:
         routes.append(Case(name, moe.route_kernel, constants, moe.ROUTE_WARPS))
     return [
         *routes,
+        *quantized_moe_cases(),
         Case("experts, gate and up", moe.gate_up_kernel, of_experts | gate_up, num_warps=8),
         Case("experts, down", moe.down_kernel, of_experts | down),
         Case("experts, sum", moe.sum_experts_kernel, total),
@@ -369,7 +410,7 @@ def fp32_cases() -> list[Case]:
     """What takes the most shared memory: tiles of activations have twice the bytes. For the GPUs
     that have the least of it.
     """
-    cases = [*integer_cases("fp32"), *fp8_cases("fp32")]
+    cases = [*integer_cases("fp32"), *fp8_cases("fp32"), *quantized_moe_cases("fp32")]
     cases += attention_cases(128, window=0, softcap=0.0, dtype="fp32")[:1]
     cases += attention_cases(256, window=0, softcap=0.0, dtype="fp32")[2:]
     return [

@@ -17,8 +17,6 @@ def features_of_model(config: ModelConfig) -> dict[Feature, str]:
         found[Feature.TRANSFORMERS] = f"{name} runs on the transformers backend"
     elif config.experts is not None:
         found[Feature.EXPERTS] = f"{name} has experts"
-        if config.quantization is not None:
-            found[Feature.QUANTIZED_EXPERTS] = f"{name} has quantized experts"
     if windows != {None}:
         found[Feature.SLIDING_WINDOWS] = f"{name} has sliding windows"
     if len(windows) > 1:

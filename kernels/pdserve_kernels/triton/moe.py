@@ -23,7 +23,13 @@ from pdserve_kernels.reference.moe import (
     checked_experts,
     with_gate,
 )
-from pdserve_kernels.reference.quantization import QuantizedWeight
+from pdserve_kernels.triton.experts import (
+    ExpertStack,
+    ExpertStacker,
+    multiply_dense,
+    multiply_expert,
+    stack_of_one,
+)
 
 # The rows of the router's tile; a program has all experts' logits.
 ROUTED_ROWS = 16
@@ -41,15 +47,14 @@ LOWEST = tl.constexpr(-3e38)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeight:
     """router: [num_experts, hidden_size], with a shared expert [num_experts + 1, hidden_size];
-    gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size,
-    intermediate_size].
+    gate_up: of 2 * intermediate_size outputs; down: of hidden_size outputs.
     """
 
     router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertStack
+    down: ExpertStack
     # The same of one expert, of a size of its own, or None.
-    shared: tuple[torch.Tensor, torch.Tensor] | None
+    shared: tuple[ExpertStack, ExpertStack] | None
     top_k: int
     renormalize: bool
 
@@ -74,24 +79,21 @@ def pack_moe(
     renormalize: bool,
     shared: SharedExpert | None = None,
 ) -> MoeWeight:
-    """See the reference's contract. Shares the memory of a shared expert, and of a router alone.
-    Raises ValueError for quantized experts.
+    """See the reference's contract. Shares the memory of a dense shared expert, and of a router
+    alone. Raises ValueError also for experts that are not all stored alike.
     """
     num_experts = len(router)
     check_top_k(top_k, num_experts)
     check_shared(router, shared)
-    stacked: tuple[torch.Tensor, ...] = ()
-    for index, weights in enumerate(map(_dense, checked_experts(router, experts))):
-        if not stacked:
-            stacked = tuple(weight.new_empty(num_experts, *weight.shape) for weight in weights)
-        for target, weight in zip(stacked, weights, strict=True):
-            target[index].copy_(weight)
-    gate_up, down = stacked
+    gate_up, down = ExpertStacker(num_experts), ExpertStacker(num_experts)
+    for gate_up_weight, down_weight in checked_experts(router, experts):
+        gate_up.add(gate_up_weight)
+        down.add(down_weight)
     return MoeWeight(
         router=with_gate(router, shared).detach().contiguous(),
-        gate_up=gate_up,
-        down=down,
-        shared=shared and _as_stacks(*_dense((shared.gate_up, shared.down))),
+        gate_up=gate_up.finish(),
+        down=down.finish(),
+        shared=shared and (stack_of_one(shared.gate_up), stack_of_one(shared.down)),
         top_k=top_k,
         renormalize=renormalize,
     )
@@ -105,7 +107,7 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
     if num_rows == 0:
         return out
     weights, ids = _route(x, packed)
-    pairs = _sort(ids, len(packed.down))
+    pairs = _sort(ids, packed.down.num_experts)
     parts = _multiply_pairs(x, packed.gate_up, packed.down, pairs, packed.top_k)
     shared_parts = parts
     if packed.shared is not None:
@@ -125,10 +127,14 @@ def fused_moe(x: torch.Tensor, packed: MoeWeight) -> torch.Tensor:
 
 
 def _multiply_pairs(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: _Sorted, top_k: int
+    x: torch.Tensor, gate_up: ExpertStack, down: ExpertStack, pairs: _Sorted, top_k: int
 ) -> torch.Tensor:
     """Return what experts bring their rows, fp32 [pairs, hidden_size], in the order of pairs."""
-    num_experts, hidden_size, intermediate_size = down.shape
+    num_experts, hidden_size, intermediate_size = (
+        down.num_experts,
+        down.out_features,
+        down.in_features,
+    )
     num_pairs = len(pairs.order)
     constants = {
         "NUM_EXPERTS": num_experts,
@@ -143,23 +149,23 @@ def _multiply_pairs(
     activated = x.new_empty(num_pairs, intermediate_size)
     gate_up_kernel[(pairs.max_blocks * triton.cdiv(intermediate_size, BLOCK_OUT),)](
         x,
-        gate_up,
+        *gate_up.tensors,
         *places,
         activated,
         TOP_K=top_k,
-        NUM_INPUTS=hidden_size,
         NUM_OUTPUTS=intermediate_size,
+        **gate_up.constants,
         num_warps=8,
         **constants,
     )
     parts = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(pairs.max_blocks * triton.cdiv(hidden_size, BLOCK_OUT),)](
         activated,
-        down,
+        *down.tensors,
         *places,
         parts,
-        NUM_INPUTS=intermediate_size,
         NUM_OUTPUTS=hidden_size,
+        **down.constants,
         num_warps=4,
         **constants,
     )
@@ -182,7 +188,7 @@ def _route(x: torch.Tensor, packed: MoeWeight) -> tuple[torch.Tensor, torch.Tens
         TOP_K=packed.top_k,
         RENORMALIZE=packed.renormalize,
         NUM_INPUTS=x.shape[1],
-        NUM_EXPERTS=len(packed.down),
+        NUM_EXPERTS=packed.down.num_experts,
         NUM_SHARED=num_shared,
         **route_tile(len(packed.router), x.dtype),
         num_warps=ROUTE_WARPS,
@@ -229,18 +235,6 @@ def _all_rows(x: torch.Tensor) -> _Sorted:
     return _Sorted(order, edges * num_rows, edges * num_blocks, num_blocks)
 
 
-def _as_stacks(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights [rows, columns] as stacks of one, [1, rows, columns] in their dtype."""
-    return gate_up.detach().contiguous()[None], down.detach().contiguous()[None]
-
-
-def _dense(expert: tuple[ExpertWeight, ExpertWeight]) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_up, down = expert
-    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        raise ValueError("experts are quantized, those of this set are dense")
-    return gate_up, down
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     x_ptr,
@@ -266,7 +260,7 @@ def route_kernel(
     x_rows = x_ptr + rows[:, None].to(tl.int64) * NUM_INPUTS
     router_rows = router_ptr + experts[:, None] * NUM_INPUTS
     is_output = experts < NUM_EXPERTS + NUM_SHARED
-    logits = _multiply(
+    logits = multiply_dense(
         x_rows, router_rows, is_row, is_output, NUM_INPUTS, BLOCK_ROWS, BLOCK_EXPERTS, BLOCK_K
     )
     logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -297,12 +291,19 @@ def route_kernel(
 def gate_up_kernel(
     x_ptr,
     gate_up_ptr,
+    scales_ptr,
+    zeros_ptr,
     order_ptr,
     first_pairs_ptr,
     first_blocks_ptr,
     output_ptr,
     TOP_K: tl.constexpr,
     NUM_INPUTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -322,13 +323,15 @@ def gate_up_kernel(
     is_output = outputs < NUM_OUTPUTS
     rows = tl.load(order_ptr + places, mask=is_place, other=0) // TOP_K
     x_rows = x_ptr + rows[:, None] * NUM_INPUTS
-    first = expert.to(tl.int64) * 2 * NUM_OUTPUTS
-    gate_rows = gate_up_ptr + (first + outputs[:, None]) * NUM_INPUTS
-    gate = _multiply(
-        x_rows, gate_rows, is_place, is_output, NUM_INPUTS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K
-    )
-    up_rows = gate_rows + NUM_OUTPUTS * NUM_INPUTS
-    up = _multiply(x_rows, up_rows, is_place, is_output, NUM_INPUTS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K)
+    gates = expert.to(tl.int64) * 2 * NUM_OUTPUTS + outputs
+    gate = multiply_expert(
+        x_rows, gate_up_ptr, scales_ptr, zeros_ptr, gates, is_place, is_output,
+        NUM_INPUTS, NUM_GROUPS, GROUP_SIZE, BITS, IS_FP8, HAS_ZEROS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K,
+    )  # fmt: skip
+    up = multiply_expert(
+        x_rows, gate_up_ptr, scales_ptr, zeros_ptr, gates + NUM_OUTPUTS, is_place, is_output,
+        NUM_INPUTS, NUM_GROUPS, GROUP_SIZE, BITS, IS_FP8, HAS_ZEROS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K,
+    )  # fmt: skip
     dtype = output_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -341,11 +344,18 @@ def gate_up_kernel(
 def down_kernel(
     x_ptr,
     down_ptr,
+    scales_ptr,
+    zeros_ptr,
     order_ptr,
     first_pairs_ptr,
     first_blocks_ptr,
     parts_ptr,
     NUM_INPUTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -364,10 +374,11 @@ def down_kernel(
     outputs = tl.program_id(0) % output_blocks * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_output = outputs < NUM_OUTPUTS
     x_rows = x_ptr + places[:, None].to(tl.int64) * NUM_INPUTS
-    down_rows = down_ptr + (expert.to(tl.int64) * NUM_OUTPUTS + outputs[:, None]) * NUM_INPUTS
-    total = _multiply(
-        x_rows, down_rows, is_place, is_output, NUM_INPUTS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K
-    )
+    total = multiply_expert(
+        x_rows, down_ptr, scales_ptr, zeros_ptr, expert.to(tl.int64) * NUM_OUTPUTS + outputs,
+        is_place, is_output,
+        NUM_INPUTS, NUM_GROUPS, GROUP_SIZE, BITS, IS_FP8, HAS_ZEROS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K,
+    )  # fmt: skip
     pairs = tl.load(order_ptr + places, mask=is_place, other=0)
     targets = parts_ptr + pairs[:, None] * NUM_OUTPUTS + outputs[None, :]
     tl.store(targets, total, mask=is_place[:, None] & is_output[None, :])
@@ -420,23 +431,3 @@ def _find_block(
     first_block = tl.load(first_blocks_ptr + expert)
     places = first_pair + (block - first_block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return expert, places, places < end
-
-
-@triton.jit
-def _multiply(
-    x_rows, weight_rows, is_row, is_output, NUM_INPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The product of rows and outputs of a weight, fp32 [BLOCK_ROWS, BLOCK_OUT]."""
-    total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
-    for start in tl.range(0, NUM_INPUTS, BLOCK_K):
-        inputs = start + tl.arange(0, BLOCK_K)
-        if NUM_INPUTS % BLOCK_K == 0:
-            x = tl.load(x_rows + inputs[None, :], mask=is_row[:, None], other=0.0)
-            w = tl.load(weight_rows + inputs[None, :], mask=is_output[:, None], other=0.0)
-        else:
-            inside = (inputs < NUM_INPUTS)[None, :]
-            x = tl.load(x_rows + inputs[None, :], mask=is_row[:, None] & inside, other=0.0)
-            w = tl.load(weight_rows + inputs[None, :], mask=is_output[:, None] & inside, other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    return total
