@@ -42,6 +42,15 @@ class StackConfig(TlsConfig):
         1, "Stages of processes that a prefill service's layers are cut into."
     )
     decode_pipeline_parallel_size: int = opt(1, "The same of a decode service's.")
+    data_parallel_size: int = opt(
+        1, "Services of a group of data-parallel ranks: prefill 2 means two groups of so many."
+    )
+    prefill_data_parallel_size: int | None = opt(
+        None, "The same of prefill services alone; data_parallel_size if unset."
+    )
+    decode_data_parallel_size: int | None = opt(
+        None, "The same of decode services alone; data_parallel_size if unset."
+    )
     device: Literal["cpu", "cuda"] = opt("cpu", "Where the models run.")
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
@@ -141,8 +150,9 @@ class StackConfig(TlsConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
         for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}, must be at least 1")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill must be at least 1")
         if self.num_threads < 0:
@@ -160,16 +170,29 @@ class StackConfig(TlsConfig):
         tensor, pipeline = self.parallel_sizes(role).values()
         return tensor * pipeline
 
+    def num_ranks_of_group(self, role: str) -> int:
+        """Return the size of a role's groups of data-parallel ranks."""
+        size: int | None = getattr(self, f"{role}_data_parallel_size")
+        return self.data_parallel_size if size is None else size
+
+    def num_services(self, role: str) -> int:
+        """Return how many services of a role there are."""
+        num_groups: int = getattr(self, role)
+        return num_groups * self.num_ranks_of_group(role)
+
     def parallel_sizes(self, role: str) -> dict[str, int]:
         """Return a service's own settings of tensor and pipeline parallelism."""
         names = ("tensor_parallel_size", "pipeline_parallel_size")
         return {name: getattr(self, f"{role}_{name}") for name in names}
 
 
-_SIZES = tuple(
-    f"{role}_{kind}_parallel_size"
-    for role in ("prefill", "decode")
-    for kind in ("tensor", "pipeline")
+_SIZES = (
+    "data_parallel_size",
+    *(
+        f"{role}_{kind}_parallel_size"
+        for role in ("prefill", "decode")
+        for kind in ("tensor", "pipeline", "data")
+    ),
 )
 
 

@@ -39,6 +39,7 @@ from pdserve_common.rpc.addresses import join_address
 from pdserve_common.rpc.channels import open_blocking_channel
 from pdserve_common.rpc.tls import Tls, TlsConfig
 
+ROLES = ("prefill", "decode")
 POLL_S = 0.1
 # What a process has for its end beside its drain, before it is killed: a router for the last
 # answers to be read and connections to be cut, a worker for streams to end and its engine to close,
@@ -123,7 +124,7 @@ class Stack:
         self.tls = config.load_tls()
         log_dir = Path(config.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
-        num_workers = config.prefill + config.decode
+        num_workers = _num_services(config)
         taken: set[int] = set()
         (self.grpc_port,) = _ports(config.host, "grpc_port", config.grpc_port, 1, taken)
         (self.http_port,) = _ports(config.host, "http_port", config.http_port, 1, taken)
@@ -132,12 +133,11 @@ class Stack:
             config.host, "metrics_port", config.metrics_port, num_workers + 1, taken
         )
         self._cores = _share_cores(config)
-        names = [f"prefill-{i}" for i in range(config.prefill)]
-        names += [f"decode-{i}" for i in range(config.decode)]
+        places = [(role, i) for role in ROLES for i in range(config.num_services(role))]
         self.workers = [
-            self._worker(name, port, metrics_port, cores, log_dir)
-            for name, port, metrics_port, cores in zip(
-                names, ports, metrics_ports[1:], self._cores, strict=True
+            self._worker(*place, port, metrics_port, cores, log_dir)
+            for place, port, metrics_port, cores in zip(
+                places, ports, metrics_ports[1:], self._cores, strict=True
             )
         ]
         self.router = self._router(metrics_ports[0], log_dir)
@@ -249,13 +249,15 @@ class Stack:
 
     def _worker(
         self,
-        name: str,
+        role: str,
+        number: int,
         port: int,
         metrics_port: int,
         cores: tuple[int, ...],
         log_dir: Path,
     ) -> ServiceProcess:
-        config, role = self.config, name.split("-")[0]
+        config, name = self.config, f"{role}-{number}"
+        group_size = config.num_ranks_of_group(role)
         flags = {
             "engine-id": name,
             "host": config.host,
@@ -274,6 +276,8 @@ class Stack:
             "max-loras": config.max_loras,
             "max-lora-rank": config.max_lora_rank,
             **{name.replace("_", "-"): n for name, n in config.parallel_sizes(role).items()},
+            "data-parallel-size": group_size,
+            "data-parallel-rank": number % group_size,
             "engine-process": config.engine_process,
             "cpu-cores": format_cores(cores) or None,
             "num-threads": config.num_threads or _default_num_threads(config, cores),
@@ -303,7 +307,7 @@ class Stack:
                 for worker in self.workers
                 if worker.name.startswith(role)
             )
-            for role in ("prefill", "decode")
+            for role in ROLES
         }
         flags = {
             "host": config.host,
@@ -392,7 +396,7 @@ def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
 
     Raises StackError for cores that are not there, and if those asked for are too few.
     """
-    num_workers = config.prefill + config.decode
+    num_workers = _num_services(config)
     if config.device != "cpu":
         return [()] * num_workers
     usable = usable_cores()
@@ -411,12 +415,16 @@ def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
     return shares or [()] * num_workers
 
 
+def _num_services(config: StackConfig) -> int:
+    return sum(map(config.num_services, ROLES))
+
+
 def _default_num_threads(config: StackConfig, cores: tuple[int, ...]) -> int:
     """One for each of a service's cores, but no more than its part of the container's CPU limit.
 
     That limits time, not which cores it is spent on: shares of cores stay as large as they are.
     """
-    num_workers = config.prefill + config.decode
+    num_workers = _num_services(config)
     num_threads, limit = len(cores) or len(usable_cores()) // num_workers, cpu_limit()
     if limit is not None:
         num_threads = min(num_threads, int(limit / num_workers))

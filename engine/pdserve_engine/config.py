@@ -130,6 +130,10 @@ class EngineConfig:
     pipeline_parallel_size: int = opt(
         1, "Cut the layers into so many stages, processes of their own; on CPU, for our own models."
     )
+    data_parallel_size: int = opt(
+        1, "How many services serve the model as a group, ranks, so that requests can name one."
+    )
+    data_parallel_rank: int = opt(0, "Which of them this is, from 0.")
     engine_process: Literal["auto", "inproc", "subprocess"] = opt(
         "auto", "Run the engine in the worker's process or in its own; auto: its own on CUDA."
     )
@@ -266,6 +270,7 @@ class EngineConfig:
             "max_num_partial_prefills",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "data_parallel_size",
             "max_lora_rank",
             "max_loras",
             "num_speculative_tokens",
@@ -289,6 +294,11 @@ class EngineConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank is {self.data_parallel_rank}, must be 0 to "
+                f"{self.data_parallel_size - 1}, as data_parallel_size is {self.data_parallel_size}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 to 1"

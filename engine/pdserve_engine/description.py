@@ -54,6 +54,8 @@ def describe(
         started_at_ms=time.time_ns() // 1_000_000,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        data_parallel_rank=config.data_parallel_rank,
         zone=config.zone,
         modalities=() if source.config.vision is None else ("image",),
         has_prefix_pulls=has_prefix_pulls,

@@ -110,6 +110,21 @@ def test_a_model_that_pools_has_prefill_services_alone(
         make_stack(prefill=0)
 
 
+def test_each_rank_of_a_group_is_a_service(make_stack: MakeStack) -> None:
+    stack = make_stack(prefill=1, decode=2, data_parallel_size=2, prefill_data_parallel_size=1)
+    ranks = [
+        [flag for flag in worker.flags if flag.startswith("--data-parallel")]
+        for worker in stack.workers
+    ]
+    assert names_of(stack) == ["prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"]
+    assert ranks == [
+        [f"--data-parallel-size={size}", f"--data-parallel-rank={rank}"]
+        for size, rank in ((1, 0), (2, 0), (2, 1), (2, 0), (2, 1))
+    ]
+    with pytest.raises(ValueError, match="decode_data_parallel_size is 0, must be at least 1"):
+        make_stack(decode_data_parallel_size=0)
+
+
 def test_services_are_told_to_pool(make_stack: MakeStack) -> None:
     stack = make_stack(runner="pooling", convert="embed")
     assert names_of(stack) == ["prefill-0"]

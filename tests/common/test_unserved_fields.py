@@ -36,12 +36,12 @@ SERVED = {
     "fork_of",
     "prediction_token_ids",
     "client_id",
+    "data_parallel_rank",
 }
 REFUSED = {
     "mm_features": (
         types.MultiModalFeatureSpec(modality="image", identifier="i", position=0, length=1),
     ),
-    "data_parallel_rank": 0,
     "prompt_embeds": types.TensorRef(content_hash=b"h", dtype="float32", shape=(3, 4)),
     "prompt_is_token_ids": (True, True, True),
     "current_wave": 1,
@@ -63,6 +63,15 @@ def test_a_field_that_is_not_served_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is set: not served yet") as error:
         validate_engine_core_request(request, INFO)
     assert error.value.field == name
+
+
+def test_a_rank_takes_requests_for_itself_and_for_any() -> None:
+    info = make_info(data_parallel_size=3, data_parallel_rank=1)
+    for rank in (None, 1):
+        validate_engine_core_request(dataclasses.replace(REQUEST, data_parallel_rank=rank), info)
+    request = dataclasses.replace(REQUEST, data_parallel_rank=2)
+    with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2, this is rank 1 of 3"):
+        validate_engine_core_request(request, info)
 
 
 SERVING = Capabilities(

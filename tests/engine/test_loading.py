@@ -167,6 +167,19 @@ def test_requests_get_rows_of_the_length_that_fits(model: Path) -> None:
         assert batch_of(engine.core.executor).token_ids.shape[1] == 160 + 1
 
 
+@pytest.mark.parametrize(
+    ("size", "rank", "refusal"),
+    [
+        (0, 0, "data_parallel_size is 0, must be at least 1"),
+        (2, 2, "data_parallel_rank is 2, must be 0 to 1, as data_parallel_size is 2"),
+        (1, -1, "data_parallel_rank is -1, must be 0 to 0, as data_parallel_size is 1"),
+    ],
+)
+def test_a_rank_outside_its_group_is_refused_at_once(size: int, rank: int, refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        EngineConfig(data_parallel_size=size, data_parallel_rank=rank)
+
+
 @pytest.mark.parametrize("block_size", [-1, 3, 128])
 def test_block_sizes_that_kernels_cannot_do_are_refused_at_once(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size is {block_size}, must be one of 1, 2, 4"):

@@ -116,6 +116,10 @@ def test_the_chart_is_of_this_version() -> None:
             "decode: gpu.count is 1, must be 2 (config.tensor_parallel_size)",
         ),
         (
+            {"decode": {"config": {"data_parallel_size": 2}}},
+            "decode: config.data_parallel_size is 2, must be 1: all Pods of a Deployment",
+        ),
+        (
             {"decode": {"config": {"pipeline_parallel_size": 2}}},
             "decode: config.pipeline_parallel_size is 2, must be 1 with device cuda",
         ),

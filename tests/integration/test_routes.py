@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import AsyncClient
 from pdserve_common.types.sampling_params import SamplingParams
 from support.refusals import refused
 
@@ -25,7 +26,13 @@ def two_of_each(make_served_model: Callable[..., Path], start_stack: Any) -> Ite
     model = make_served_model("LlamaForCausalLM", max_position_embeddings=1024)
     flags = {"prefill-1": ["--dtype=bfloat16"]}
     with start_stack(
-        model=model, dtype="float32", num_threads=1, prefill=2, decode=2, flags=flags
+        model=model,
+        dtype="float32",
+        num_threads=1,
+        prefill=2,
+        decode=1,
+        decode_data_parallel_size=2,
+        flags=flags,
     ) as running:
         yield running
 
@@ -46,6 +53,20 @@ async def ask(routed: Any, prompt: list[int]) -> pb2.RequestMetrics:
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     """Shorter ones are the beginning of longer ones of the same seed."""
     return random.Random(seed).choices(range(3, 290), k=num_tokens)
+
+
+async def test_a_request_that_names_a_rank_is_answered_by_it(stack: Any) -> None:
+    """Decode-0 and decode-1 are a group."""
+    client = AsyncClient(stack.grpc_address)
+    try:
+        for rank in (1, 0, 1):
+            answer = client.generate(prompt_of(40, 50 + rank), SHORT, data_parallel_rank=rank)
+            last = [each async for each in answer][-1]
+            assert last.metrics.decode_engine_id == f"decode-{rank}"
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "data_parallel_rank is 2, must be 0 to 1"):
+            await anext(client.generate(prompt_of(40), SHORT, data_parallel_rank=2))
+    finally:
+        await client.close()
 
 
 async def test_short_and_cached_prompts_stay_on_decode(stack: Any, start_router: Any) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -94,7 +94,7 @@ def start_stack(
         answer: str | Sequence[int] = ANSWER_TEXT,
         wait: bool = True,
         http: bool | type[WatchedHttpServer] = False,
-        info: dict[str, object] | None = None,
+        info: dict[str, object] | Callable[[WorkerRole, int], dict[str, object]] | None = None,
         channel_options: Sequence[tuple[str, object]] = (),
         body_timeout_s: float = BODY_TIMEOUT_S,
         close_grace_s: float = CLOSE_GRACE_S,
@@ -115,7 +115,7 @@ def start_stack(
             fields: dict[str, object] = {
                 "engine_id": f"{role.name.lower()}-{number}",
                 "vocab_size": tokenizer.vocab_size,
-                **(info or {}),
+                **(info(role, number) if callable(info) else info or {}),
             }
             return FakeWorker(role, answer=tokens, **fields)
 

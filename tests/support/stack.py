@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -167,9 +168,9 @@ class RunningStack(Stack):
         def count(name: str, labels: str, *states: str) -> float:
             return sum(samples.get(f'{name}{{{labels}state="{state}"}}', 0) for state in states)
 
-        roles = {"prefill": config.prefill, "decode": config.decode}
+        roles = {role: config.num_services(role) for role in ("prefill", "decode")}
         num_pairs = count("pdserve_worker_pairs", "", "proven", "mismatched")
-        return num_pairs == config.prefill * config.decode and all(
+        return num_pairs == math.prod(roles.values()) and all(
             count("pdserve_workers", f'role="{role}",', "ready", "mismatched") == number
             for role, number in roles.items()
         )
@@ -272,7 +273,7 @@ class Routed:
             await asyncio.sleep(0.02)
 
     async def ask(
-        self, prompt: list[int], params: SamplingParams, **fields: str
+        self, prompt: list[int], params: SamplingParams, **fields: object
     ) -> tuple[list[int], pb2.RequestMetrics]:
         """Return a request's tokens, and where it went; `fields` are its further ones."""
         token_ids: list[int] = []

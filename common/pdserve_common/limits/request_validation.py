@@ -65,6 +65,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     validate_request_id(request.request_id)
     capabilities = Capabilities.of(info)
     check_served(request, capabilities)
+    _validate_rank(request.data_parallel_rank, info)
     if request.priority == PROBE_PRIORITY:
         _validate_probe(request, info)
     else:
@@ -92,6 +93,15 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     if request.eos_token_id is not None:
         validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
     _validate_times(request)
+
+
+def _validate_rank(rank: int | None, info: EngineInfo) -> None:
+    if rank is not None and rank != info.data_parallel_rank:
+        raise InvalidRequestError(
+            f"data_parallel_rank is {rank}, this is rank {info.data_parallel_rank} of "
+            f"{info.data_parallel_size}",
+            field="data_parallel_rank",
+        )
 
 
 def _validate_pooling(

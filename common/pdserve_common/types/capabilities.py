@@ -79,7 +79,6 @@ _OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] 
     SamplingParams: (("structured_outputs", None, None),),
     EngineCoreRequest: (
         ("mm_features", (), lambda features, can: {f.modality for f in features} <= can.modalities),
-        ("data_parallel_rank", None, None),
         ("prompt_embeds", None, None),
         ("prompt_is_token_ids", (), None),
         ("current_wave", 0, None),

@@ -581,6 +581,9 @@ class EngineInfo:
     pooling_type: str = ""
     # The kinds of mm_features that it takes: "image"; empty for models of text.
     modalities: tuple[str, ...] = ()
+    # Its group of data-parallel ranks, each a worker of its own, and which one it is.
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
     @property
     def adapter_digests(self) -> frozenset[str]:

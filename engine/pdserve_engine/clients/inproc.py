@@ -413,7 +413,10 @@ class InprocEngineClient:
                 if callback is not None:
                     callback(
                         EngineCoreOutputs(
-                            outputs=outputs, scheduler_stats=result.stats, timestamp=self._clock()
+                            engine_index=self.info.data_parallel_rank,
+                            outputs=outputs,
+                            scheduler_stats=result.stats,
+                            timestamp=self._clock(),
                         )
                     )
         except BaseException as error:  # requests may have lost tokens, or their end

@@ -152,7 +152,7 @@ class EngineCoreServiceGenerateResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest", "weights_digest", "started_at_ms", "served_fields", "has_prefix_pulls", "tensor_parallel_size", "pipeline_parallel_size", "zone", "adapters", "adapters_version", "tasks", "embedding_size", "is_matryoshka", "matryoshka_dimensions", "pooling_type", "modalities")
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest", "weights_digest", "started_at_ms", "served_fields", "has_prefix_pulls", "tensor_parallel_size", "pipeline_parallel_size", "zone", "adapters", "adapters_version", "tasks", "embedding_size", "is_matryoshka", "matryoshka_dimensions", "pooling_type", "modalities", "data_parallel_size", "data_parallel_rank")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,8 @@ class EngineInfo(_message.Message):
     MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     POOLING_TYPE_FIELD_NUMBER: _ClassVar[int]
     MODALITIES_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: str
     role: WorkerRole
@@ -225,7 +227,9 @@ class EngineInfo(_message.Message):
     matryoshka_dimensions: _containers.RepeatedScalarFieldContainer[int]
     pooling_type: str
     modalities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ..., started_at_ms: _Optional[int] = ..., served_fields: _Optional[_Iterable[str]] = ..., has_prefix_pulls: bool = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., zone: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_engine_core_pb2.LoraAdapter, _Mapping]]] = ..., adapters_version: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., is_matryoshka: bool = ..., matryoshka_dimensions: _Optional[_Iterable[int]] = ..., pooling_type: _Optional[str] = ..., modalities: _Optional[_Iterable[str]] = ...) -> None: ...
+    data_parallel_size: int
+    data_parallel_rank: int
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ..., started_at_ms: _Optional[int] = ..., served_fields: _Optional[_Iterable[str]] = ..., has_prefix_pulls: bool = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., zone: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_engine_core_pb2.LoraAdapter, _Mapping]]] = ..., adapters_version: _Optional[int] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., is_matryoshka: bool = ..., matryoshka_dimensions: _Optional[_Iterable[int]] = ..., pooling_type: _Optional[str] = ..., modalities: _Optional[_Iterable[str]] = ..., data_parallel_size: _Optional[int] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

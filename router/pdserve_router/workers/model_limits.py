@@ -36,6 +36,8 @@ class ModelLimits:
     held: frozenset[str] = frozenset()
     # Numbers in a pooled vector; 0 of models that generate.
     embedding_size: int = 0
+    # The ranks of the largest data-parallel group that ends requests.
+    data_parallel_size: int = 1
 
     def adapter(self, name: str) -> LoRAAdapter | None:
         """Return the adapter that clients call so; None if there is none."""
@@ -61,6 +63,8 @@ class ModelLimits:
             adapters=tuple(each for each in info.adapters if each.name) if is_answering else (),
             held=info.adapter_digests if is_answering else frozenset(),
             embedding_size=info.embedding_size,
+            # Older workers say 0.
+            data_parallel_size=max(1, info.data_parallel_size) if is_answering else 1,
         )
 
 
@@ -111,6 +115,7 @@ class SharedLimits:
             adapters=_adapters_of(every),
             held=frozenset().union(*(each.held for each in every)),
             embedding_size=max(each.embedding_size for each in every),
+            data_parallel_size=max(each.data_parallel_size for each in every),
         )
 
     def _remove(self, name: str, limits: ModelLimits) -> None:

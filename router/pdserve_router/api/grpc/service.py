@@ -380,6 +380,9 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         resume=tuple(map(_resumed_completion, request.resume)),
         prediction=request.prediction,
         include_events=request.include_events,
+        data_parallel_rank=(
+            request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        ),
     )
 
 

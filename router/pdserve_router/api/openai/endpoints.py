@@ -28,7 +28,7 @@ from pdserve_router.api.openai.tokenize import Result
 from pdserve_router.api.openai.types import ChatCompletionBody
 from pdserve_router.api.responses.format import ResponseFormat
 from pdserve_router.api.responses.types import ResponsesBody
-from pdserve_router.requests.input.generation_request import trace_context
+from pdserve_router.requests.input.generation_request import named_rank, trace_context
 from pdserve_router.requests.input.input_processor import ProcessedInput
 from pdserve_router.requests.input.request_limits import is_small
 from pdserve_router.requests.live_request import LiveRequest
@@ -119,6 +119,7 @@ class GenerationEndpoint:
         call = GenerationCall(
             body=self._body,
             max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
+            data_parallel_rank=named_rank(Request(scope).headers),
             **call_fields(Request(scope)),
         )
         client = address_of(scope)

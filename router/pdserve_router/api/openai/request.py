@@ -49,6 +49,7 @@ class GenerationCall(HttpCall):
     """And of one that generates."""
 
     body: type[Body]
+    data_parallel_rank: int | None
     # As in GenerationRequest.
     max_logprob_entries: int
 
@@ -183,6 +184,7 @@ def _generation_requests(body: Body, call: GenerationCall) -> list[GenerationReq
             tenant=call.tenant,
             address=call.address,
             session=call.session or session_of(body.user),
+            data_parallel_rank=call.data_parallel_rank,
             **prompt,
         )
         for prompt in prompts

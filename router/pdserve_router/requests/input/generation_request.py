@@ -5,12 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pdserve_common.errors import InvalidRequestError
 from pdserve_common.limits.validation import MAX_PROMPT_LOGPROB_ENTRIES, MAX_TRACE_HEADER_CHARS
 from pdserve_common.types.sampling_params import SamplingParams
 from pdserve_router.requests.input.tool_use import ToolUse
 from pdserve_router.requests.output.resume import ResumedCompletion
 from pdserve_router.text.messages import ChatMessage
 
+RANK_HEADER = "x-data-parallel-rank"
 TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -67,6 +69,22 @@ class GenerationRequest(ClientRequest):
     prediction: str = ""
     # Tell what workers did with it.
     include_events: bool = False
+    # That of the decode worker that is to answer; None: any.
+    data_parallel_rank: int | None = None
+
+
+def named_rank(headers: Mapping[str, str]) -> int | None:
+    """Return the data-parallel rank that a call's headers name; None if they name none. Raises
+    InvalidRequestError for what is no number.
+    """
+    value = headers.get(RANK_HEADER, "")
+    if not value:
+        return None
+    if re.fullmatch("[0-9]{1,9}", value) is None:
+        raise InvalidRequestError(
+            f"{RANK_HEADER} is {value[:64]!r}, must be a number from 0", field=RANK_HEADER
+        )
+    return int(value)
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:

@@ -205,6 +205,7 @@ class InputProcessor:
             )
         if request.resume:
             require_seed(request.sampling_params)
+        _check_rank(request.data_parallel_rank, limits)
         check_tool_use(request.tools, self._chat_format, limits.capabilities)
         # Before tokenizing, which is the expensive part.
         validate_sampling_params(
@@ -272,6 +273,7 @@ class InputProcessor:
             eos_token_id=eos_token_id,
             lora_request=lora_request,
             prediction_token_ids=await self._prediction(request.prediction, limits),
+            data_parallel_rank=request.data_parallel_rank,
         )
         return ProcessedInput(
             tensors=pictures.tensors,
@@ -495,6 +497,14 @@ def _hashes_of_long(request: EngineCoreRequest, limits: ModelLimits) -> tuple[in
     """Here, as long prompts are processed in another process."""
     is_long = len(request.prompt_token_ids) > MAX_UNHASHED_TOKENS
     return prefix_hashes(request, limits.block_size) if is_long else ()
+
+
+def _check_rank(rank: int | None, limits: ModelLimits) -> None:
+    if rank is not None and rank >= limits.data_parallel_size:
+        raise InvalidRequestError(
+            f"data_parallel_rank is {rank}, must be 0 to {limits.data_parallel_size - 1}",
+            field="data_parallel_rank",
+        )
 
 
 def _session(request: ClientRequest) -> str:

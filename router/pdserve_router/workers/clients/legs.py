@@ -29,8 +29,13 @@ def make_legs(
     )
     to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
     return (
-        # Prefill guesses no tokens.
-        dataclasses.replace(request, kv_transfer_params=to_decode, prediction_token_ids=()),
+        # Prefill guesses no tokens, and may be of any rank.
+        dataclasses.replace(
+            request,
+            kv_transfer_params=to_decode,
+            prediction_token_ids=(),
+            data_parallel_rank=None,
+        ),
         dataclasses.replace(request, kv_transfer_params=to_prefill),
     )
 

@@ -125,6 +125,8 @@ class RouteChooser:
     ) -> AnyRoute:
         """Choose among the workers placed under `name`; see WorkerPool.route."""
         task = request.task
+        if decode is None and request.data_parallel_rank is not None:
+            decode = self._of_rank(request.data_parallel_rank, name, exclude)
         candidates = Candidates(
             self._table,
             name,
@@ -147,6 +149,21 @@ class RouteChooser:
             source = self._prefix_source(request, candidates, *pair, exclude)
             return Route(prefill=pair[0], decode=pair[1], prefix_source=source)
         return self._downgrade(request, candidates, session)
+
+    def _of_rank(self, rank: int, name: str, exclude: AbstractSet[Worker]) -> Worker:
+        """Return the decode worker with the least load of those with a data-parallel rank, of which
+        each group has one. Raises NoWorkerError if there is none.
+        """
+        workers = [
+            worker
+            for worker in self._table.workers(WorkerRole.DECODE, name).items
+            if worker.info is not None
+            and worker.info.data_parallel_rank == rank
+            and worker not in exclude
+        ]
+        if not workers:
+            raise NoWorkerError(f"no decode worker of the data-parallel rank {rank} is ready")
+        return min(workers, key=load)
 
     def _pooling(
         self, request: EngineCoreRequest, candidates: Candidates, session: str
