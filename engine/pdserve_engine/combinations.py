@@ -118,7 +118,7 @@ EXCLUDED: tuple[Excluded, ...] = (
         (Feature.DETERMINISTIC,),
         "the bits of its modules depend on the batch",
     ),
-    *_excluded((Feature.EXPERTS,), _RANKS, "experts are not cut over ranks"),
+    *_excluded((Feature.EXPERTS,), (Feature.TENSOR_PARALLEL,), "experts are not cut over ranks"),
     *_excluded(
         (Feature.MIXED_WINDOWS,),
         (Feature.PIPELINE_PARALLEL,),

@@ -147,6 +147,28 @@ def write_adapters(folder: Path, parent: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
+    ("name", "quantization", "num_stages"),
+    sampled(
+        [("mixtral", None, 3), ("qwen2-moe", "int8", 2), ("qwen3-moe", None, 2)],
+        ("qwen2-moe", "int8", 2),
+    ),
+)
+def test_bits_of_experts_do_not_depend_on_the_stages(
+    name: str,
+    quantization: str | None,
+    num_stages: int,
+    make_model: Callable[..., Path],
+    load_cut: Callable[..., LoadedEngine],
+) -> None:
+    arch, overrides = NATIVE_MODELS[name]
+    config = config_of(make_model(arch, **overrides), quantization=quantization)
+    expected = answers_of(load(**config))
+    cut = load_cut(config, 1, num_stages)
+    assert cut.info.determinism == "exact"
+    assert answers_of(cut) == expected
+
+
+@pytest.mark.parametrize(
     ("name", "quantization"), sampled(CASES_WITH_ADAPTERS, ("llama-biases", None))
 )
 def test_bits_with_adapters_do_not_depend_on_the_cut(
