@@ -1,7 +1,6 @@
 """What a checkpoint's `config.json` says about the model, checked against what we can run."""
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pdserve_engine.models.config_fields import (
     GenerationFields,
     ModelFields,
     NativeFields,
+    parse_json,
     read_fields,
 )
 from pdserve_engine.models.experts import (
@@ -279,12 +279,16 @@ def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of the model's folder; raise ModelError if there is none."""
-    if not path.parent.is_dir():
-        raise ModelError(f"model folder {path.parent} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist: {path.parent} is no model folder") from None
+        folder = path.parent
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist") from None
+        raise ModelError(f"{path} does not exist: {folder} is no model folder") from None
+    except OSError as error:
+        # Files may name other files: the end of such a name is what says most.
+        raise ModelError(f"{str(path)[-200:]} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -21,7 +21,7 @@ from pdserve_engine.models.config import (
     errors_of_fields,
     read_json,
 )
-from pdserve_engine.models.config_fields import PoolerFields, read_fields
+from pdserve_engine.models.config_fields import PoolerFields, parse_json, read_fields
 
 MODULES_FILE = "modules.json"
 # What a flag in a Pooling module's config.json stands for.
@@ -153,7 +153,11 @@ def _token_ids(folder: Path, texts: Sequence[str]) -> tuple[int, ...]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"classifier_from_token is {list(texts)}, {folder} has no tokenizer.json")
-    vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+    # It has no exception of its own.
+    except Exception as error:
+        raise ModelError(f"{path} is damaged or no tokenizer: {error!s:.200}") from error
     if unknown := [text for text in texts if text not in vocabulary]:
         raise ModelError(
             f"classifier_from_token has {unknown[0]!r}, which is no token of the model"
@@ -208,7 +212,7 @@ def _read_modules(folder: Path) -> _Modules | None:
     if not path.is_file():
         return None
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(path.read_text(encoding="utf-8"))
         modules = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{path} is no list of modules: {error!r}") from error
@@ -272,7 +276,7 @@ def _read_overrides(text: str | None, raw: Mapping[str, Any]) -> _Overrides:
 
 def _parse_overrides(text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ModelError(f"pooler_config is not valid JSON: {error}") from error
     if not isinstance(values, dict):

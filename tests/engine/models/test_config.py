@@ -382,6 +382,30 @@ def test_names_a_missing_folder_and_a_missing_or_broken_config(tmp_path: Path) -
         read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json does not exist"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="not valid JSON"):
-        read_model_config(tmp_path)
+    for text in ("{", "[" * 100_000, '{"a":' * 50_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"/config\.json is not valid JSON"):
+            read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [100, 101, *range(800, 1000, 7)])
+def test_a_value_of_any_depth_is_refused_or_shown(
+    write_config: Callable[..., Path], depth: int
+) -> None:
+    """Also where Python's stack has just enough room to read it."""
+    folder = write_config(vocab_size="it")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"it"', "[" * depth + "]" * depth))
+    with pytest.raises(ModelError, match=r"vocab_size is \[|nested deeper than 100 levels"):
+        read_model_config(folder)
+
+
+def test_a_broken_generation_config_is_named(write_config: Callable[..., Path]) -> None:
+    path = write_config() / "generation_config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON: it is"):
+        read_model_config(path.parent)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: Is a dir"):
+        read_model_config(path.parent)

@@ -1,6 +1,7 @@
 """The loader: strict about names and shapes, indifferent to sharding; and the weights digest."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,76 @@ def test_a_folder_without_weights_and_missing_shards_are_named(
     next(sharded.glob("model-00002-of-*")).unlink()
     with pytest.raises(ModelError, match="shards that do not exist: model-00002"):
         load(sharded)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "holds a JSON list, expected an object"),
+        ("null", "holds a JSON NoneType"),
+        ("1", "holds a JSON int"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON: it is nested deeper than 100"),
+        ("{}", "weight_map is missing"),
+        *(
+            (json.dumps({"weight_map": value}), "weight_map is .*, expected ")
+            for value in (None, [], {"a": 1}, {"a": None}, {"a" * 5000: 1})
+        ),
+        *(
+            (json.dumps({"weight_map": {"a": shard}}), f"shards that do not exist: {shard[:200]}$")
+            for shard in ("", ".", "..", "a" * 5000, "a\0b")
+        ),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_an_index_that_holds_anything_is_refused_by_name(
+    editable: Path, text: str, message: str
+) -> None:
+    (editable / INDEX).write_text(text)
+    for read in (Checkpoint, weights_digest):
+        with pytest.raises(ModelError, match=rf"{re.escape(INDEX)}\W.*{message}") as raised:
+            read(editable)
+        assert len(str(raised.value)) < 600
+
+
+def test_a_shard_that_is_none_or_lacks_a_weight_is_named(editable: Path) -> None:
+    config = read_model_config(editable)
+    with safe_open(editable / "model.safetensors", framework="pt") as file:
+        weight_map = dict.fromkeys(file.keys(), "model.safetensors")
+    first, *others = sorted(weight_map)
+    (editable / "config.safetensors").write_bytes((editable / "config.json").read_bytes())
+    (editable / INDEX).write_text(
+        json.dumps({"weight_map": weight_map | {first: "config.safetensors"}})
+    )
+    for read in (weights_digest, lambda folder: load_model(folder, config, device=CPU)):
+        with pytest.raises(ModelError, match=r"config\.safetensors is damaged"):
+            read(editable)
+    (editable / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    rewrite(editable, lambda tensors: tensors.pop(first))
+    checkpoint, reading = Checkpoint(editable), {"dtype": torch.float32, "device": CPU}
+    for use in (
+        lambda: checkpoint.check(dict.fromkeys(weight_map, (64, 64))),
+        lambda: checkpoint.is_same(others[0], first, dtype=torch.float32),
+        lambda: checkpoint.map(first, **reading),
+        lambda: checkpoint.read(first, **reading),
+        lambda: checkpoint.read_as_stored(first),
+    ):
+        with pytest.raises(ModelError, match=rf"model\.safetensors lacks {first}, which .*index"):
+            use()
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(editable: Path) -> None:
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        shutil.rmtree(editable / name, ignore_errors=True)
+        (editable / name).unlink(missing_ok=True)
+        (editable / name).mkdir()
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or no safetensors file"):
+        Checkpoint(editable)
+    with pytest.raises(ModelError, match=r"/config\.json cannot be read: Is a directory"):
+        read_model_config(editable)
 
 
 def test_a_truncated_file_is_named(editable: Path) -> None:
