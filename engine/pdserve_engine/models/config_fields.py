@@ -12,6 +12,8 @@ from msgspec import Meta
 Size = Annotated[int, Meta(gt=0, lt=2**31)]
 # Some checkpoints have -1, which ends nothing.
 TokenId = Annotated[int, Meta(ge=-1, lt=2**31)]
+# No model has more.
+MAX_LAYERS = 10_000
 # Far more than any file needs, and far less than what Python's stack holds.
 MAX_NESTING = 100
 
@@ -42,7 +44,7 @@ class _Required(TypedDict):
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Annotated[int, Meta(gt=0, le=10_000)]
+    num_hidden_layers: Annotated[int, Meta(gt=0, le=MAX_LAYERS)]
     num_attention_heads: Size
     max_position_embeddings: Size
 

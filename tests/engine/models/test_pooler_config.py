@@ -252,6 +252,30 @@ def list_modules(path: str) -> str:
     return json.dumps([{"type": kind, "path": path} for kind, path in kinds.items()])
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (json.dumps([{"type": "x" * 5000, "path": ""}]), None),
+        (list_modules(""), None),
+        *(
+            (None, json.dumps({name: value}))
+            for name in ("pooling_type", "use_activation", "classifier_from_token", "x" * 5000)
+            for value in ("x" * 5000, ["x" * 5000])
+        ),
+        (None, json.dumps({"classifier_from_token": ["x" * 5000, "no"]})),
+    ],
+)
+def test_a_long_value_is_cut_in_the_message(
+    tmp_path: Path, text: str | None, overrides: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "modules.json").write_text(text)
+        (tmp_path / "config.json").write_text(json.dumps({"pooling_mode": "x" * 5000}))
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, runner="pooling", overrides=overrides)
+    assert len(str(raised.value)) < 600
+
+
 @pytest.mark.parametrize("path", ["a" * 5000, "a\0b", "none"])
 def test_a_module_without_a_config_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "modules.json").write_text(list_modules(path))
