@@ -1,7 +1,6 @@
 """What a checkpoint's `config.json` says about the model, checked against what we can run."""
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pdserve_engine.models.config_fields import (
     GenerationFields,
     ModelFields,
     NativeFields,
+    parse_json,
     read_fields,
 )
 from pdserve_engine.models.experts import (
@@ -207,7 +207,7 @@ def read_native_config(
     with errors_of_fields():
         fields = read_fields(NativeFields, raw)
     if (activation := fields.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise NativeUnsupportedError(f"hidden_act is {activation}, supported is silu")
+        raise NativeUnsupportedError(f"hidden_act is {activation:.200}, supported is silu")
     length = read_max_model_len(fields["max_position_embeddings"], max_model_len)
     num_heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     head_dim = (
@@ -273,18 +273,24 @@ def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int 
     windows = tuple(windows)
     for window in windows:
         if window is not None and (type(window) is not int or window <= 0):
-            raise ModelError(f"sliding_window is {window!r}, expected a positive integer or null")
+            raise ModelError(
+                f"sliding_window is {window!r:.200}, expected a positive integer or null"
+            )
     return tuple(w if w is not None and w < max_model_len else None for w in windows)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of the model's folder; raise ModelError if there is none."""
-    if not path.parent.is_dir():
-        raise ModelError(f"model folder {path.parent} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist: {path.parent} is no model folder") from None
+        folder = path.parent
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist") from None
+        raise ModelError(f"{path} does not exist: {folder} is no model folder") from None
+    except OSError as error:
+        # Files may name other files: the end of such a name is what says most.
+        raise ModelError(f"{str(path)[-200:]} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -310,7 +316,8 @@ def _read_architecture(raw: Mapping[str, Any]) -> str:
     for name in names:
         if causal_lm_name(name) in FAMILIES:
             return str(name)
-    raise NativeUnsupportedError(f"architectures is {names}, native are {', '.join(FAMILIES)}")
+    native = ", ".join(FAMILIES)
+    raise NativeUnsupportedError(f"architectures is {names!s:.200}, native are {native}")
 
 
 def _read_rope(raw: Mapping[str, Any], default_theta: float, head_dim: int) -> RopeConfig:
@@ -349,7 +356,7 @@ def _read_num_kv_heads(fields: NativeFields, default: int | None) -> int:
 def read_max_model_len(limit: object, requested: int | None) -> int:
     """Return the requested length or the model's own; raise ModelError where they do not fit."""
     if not isinstance(limit, int) or limit <= 0:
-        raise ModelError(f"max_position_embeddings is {limit}, expected a positive integer")
+        raise ModelError(f"max_position_embeddings is {limit!s:.200}, expected a positive integer")
     if requested is None:
         return limit
     if not 0 < requested <= limit:
@@ -363,7 +370,9 @@ def _read_windows(fields: NativeFields, family: _Family) -> tuple[int | None, ..
     window = fields.get("sliding_window", family.default_window)
     if family.window_scope == "never":
         if fields.get("sliding_window") is not None:
-            logger.warning("sliding_window is %s, attention has no window in this family", window)
+            logger.warning(
+                "sliding_window is %.200s, attention has no window in this family", window
+            )
         window = None
     elif family.window_scope != "always" and not fields.get("use_sliding_window"):
         window = None
@@ -380,7 +389,7 @@ def _read_windows(fields: NativeFields, family: _Family) -> tuple[int | None, ..
     # In other families transformers ignores them, fails, or takes the model for another one.
     is_ignored = family.window_scope not in ("layers", "alternating") and typed != windows
     if is_ignored or (window is None and SLIDING in layer_types):
-        raise ModelError(f"layer_types is {layer_types}, attention has the window {window}")
+        raise ModelError(f"layer_types is {layer_types!s:.200}, attention has the window {window}")
     return typed
 
 
@@ -404,7 +413,7 @@ def windows_of_types(
     """Return each layer's window, given the kind of its attention; raise ModelError for others."""
     if other := sorted(set(layer_types) - {FULL, SLIDING}):
         supported = "full_attention, sliding_attention"
-        raise ModelError(f"layer_types has {', '.join(other)}, supported are {supported}")
+        raise ModelError(f"layer_types has {', '.join(other):.200}, supported are {supported}")
     if len(layer_types) != num_layers:
         raise ModelError(f"layer_types names {len(layer_types)} layers, the model has {num_layers}")
     return tuple(window if kind == SLIDING else None for kind in layer_types)
@@ -421,7 +430,8 @@ def _read_dtype(fields: ModelFields, requested: str) -> torch.dtype:
         logger.warning("model is stored as float16, which is not supported: serving bfloat16")
         stored = "bfloat16"
     if stored not in DTYPES:
-        raise ModelError(f"dtype in config.json is {stored}, supported are {', '.join(DTYPES)}")
+        supported = ", ".join(DTYPES)
+        raise ModelError(f"dtype in config.json is {stored:.200}, supported are {supported}")
     return DTYPES[stored]
 
 

@@ -1,7 +1,8 @@
 """The fields of a model's JSON files: their types and ranges, checked before any is used."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypedDict, TypeVar
 
 import msgspec
@@ -11,6 +12,10 @@ from msgspec import Meta
 Size = Annotated[int, Meta(gt=0, lt=2**31)]
 # Some checkpoints have -1, which ends nothing.
 TokenId = Annotated[int, Meta(ge=-1, lt=2**31)]
+# No model has more.
+MAX_LAYERS = 10_000
+# Far more than any file needs, and far less than what Python's stack holds.
+MAX_NESTING = 100
 
 
 class ModelFields(TypedDict, total=False):
@@ -28,11 +33,18 @@ class GenerationFields(TypedDict, total=False):
     eos_token_id: TokenId | list[TokenId] | None
 
 
+class IndexFields(TypedDict):
+    """What is read of `model.safetensors.index.json`."""
+
+    # The file of each weight.
+    weight_map: dict[str, str]
+
+
 class _Required(TypedDict):
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Annotated[int, Meta(gt=0, le=10_000)]
+    num_hidden_layers: Annotated[int, Meta(gt=0, le=MAX_LAYERS)]
     num_attention_heads: Size
     max_position_embeddings: Size
 
@@ -103,6 +115,29 @@ class ImageProcessorFields(TypedDict, total=False):
 
 
 FieldsT = TypeVar("FieldsT")
+
+
+def parse_json(text: str) -> Any:
+    """Return what the text holds; raise ValueError if it is no JSON, or is nested so deep that code
+    which goes through it might not come to its end.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        content = None
+    else:
+        level = [content]
+        for _ in range(MAX_NESTING):
+            level = [child for value in level for child in _children(value)]
+            if not level:
+                return content
+    raise ValueError(f"it is nested deeper than {MAX_NESTING} levels")
+
+
+def _children(value: object) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def read_fields(fields: type[FieldsT], raw: Mapping[str, Any]) -> FieldsT:

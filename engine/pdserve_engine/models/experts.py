@@ -45,7 +45,7 @@ class ExpertsConfig:
 def read_mixtral_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
     """Return what all layers have; raise ValueError with the field."""
     fields = read_fields(ExpertFields, raw)
-    num_experts = _require(fields, "num_local_experts")
+    num_experts = _require(fields, "num_experts", "num_local_experts")
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_tok=_read_top_k(fields, num_experts),
@@ -60,10 +60,14 @@ def read_qwen_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig 
     """Return what every decoder_sparse_step-th layer has that is not among mlp_only_layers, None if
     there is no such layer; raise ValueError with the field.
     """
+    return _read_qwen(raw, num_layers, "num_local_experts", "num_experts")
+
+
+def _read_qwen(
+    raw: Mapping[str, Any], num_layers: int, *num_experts_fields: _Size
+) -> ExpertsConfig | None:
     fields = read_fields(ExpertFields, raw)
-    # transformers 5 may write it under its own name for all models.
-    is_own = fields.get("num_experts") is not None
-    num_experts = _require(fields, "num_experts" if is_own else "num_local_experts")
+    num_experts = _require(fields, *num_experts_fields)
     step = fields.get("decoder_sparse_step") or 1
     dense = fields.get("mlp_only_layers") or ()
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
@@ -81,7 +85,7 @@ def read_qwen_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig 
 
 def read_qwen2_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig | None:
     """Return the same with the shared expert beside the others; raise ValueError with the field."""
-    experts = read_qwen_experts(raw, num_layers)
+    experts = _read_qwen(raw, num_layers, "num_experts")
     shared_size = _require(read_fields(ExpertFields, raw), "shared_expert_intermediate_size")
     return None if experts is None else replace(experts, shared_size=shared_size)
 
@@ -93,7 +97,11 @@ def _read_top_k(fields: ExpertFields, num_experts: int) -> int:
     return top_k
 
 
-def _require(fields: ExpertFields, name: _Size) -> int:
-    if (size := fields.get(name)) is None:
-        raise ValueError(f"{name} is missing")
-    return size
+def _require(fields: ExpertFields, *names: _Size) -> int:
+    """Return the first that is there: of two names for one thing, the first wins in transformers,
+    to which the other may be an alias.
+    """
+    for name in names:
+        if (size := fields.get(name)) is not None:
+            return size
+    raise ValueError(f"{' or '.join(names)} is missing")

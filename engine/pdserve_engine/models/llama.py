@@ -66,16 +66,22 @@ def _unread_head(config: LlamaConfig, names: Collection[str]) -> list[str]:
     return [name for name in names if name.startswith(HEAD_PREFIX)]
 
 
-def _untie_own_head(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaConfig:
-    """Return the config with `tie_word_embeddings` false if the checkpoint has a head that differs
-    from the embedding, as transformers reads it. A quantized head does not count: tools make it of
-    the embedding.
+def _tie_as_stored(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaConfig:
+    """Make of a tied head what transformers makes of it. Where the checkpoint has it alone, it is
+    the embedding as well; where it differs from the embedding, they are not tied: return the config
+    with `tie_word_embeddings` false. A quantized head does not count: tools make it of the
+    embedding.
     """
     names = checkpoint.names
     head = {name for name in names if name.startswith(HEAD_PREFIX)}
-    if not config.tie_word_embeddings or EMBEDDING not in names or head != {LM_HEAD}:
+    if not config.tie_word_embeddings or head != {LM_HEAD}:
         return config
-    if checkpoint.is_same(EMBEDDING, LM_HEAD):
+    if not checkpoint.is_dense_float(LM_HEAD):
+        return config
+    if EMBEDDING not in names:
+        checkpoint.rename(LM_HEAD, EMBEDDING)
+        return config
+    if checkpoint.is_same(EMBEDDING, LM_HEAD, dtype=config.dtype):
         return config
     logger.warning(
         "tie_word_embeddings is true, but %s differs from %s: they are not tied", LM_HEAD, EMBEDDING
@@ -99,7 +105,8 @@ class LlamaModel:
         gets its states from the one before and hands them on; only the last has logits. Raises
         ModelError.
         """
-        config, names = _untie_own_head(config, checkpoint), checkpoint.names
+        config = _tie_as_stored(config, checkpoint)
+        names = checkpoint.names
         dense, tables = weight_shapes(config, names), never_quantized(config, names)
         stored = stored_weights(dense, names, config.quantization, tables=tables)
         # An embedding needs no head.

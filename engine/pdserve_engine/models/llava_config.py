@@ -79,8 +79,8 @@ def _refuse_unserved(raw: Mapping[str, Any], model_impl: ModelImpl, runner: Runn
     architectures = raw.get("architectures") or []
     if LLAVA not in architectures:
         raise ModelError(
-            f"architectures is {architectures}, of models that take more than text supported is "
-            f"{LLAVA}"
+            f"architectures is {architectures!s:.200}, of models that take more than text supported"
+            f" is {LLAVA}"
         )
     if model_impl == "transformers":
         raise ModelError(f"model_impl is transformers, must be auto or native for {LLAVA}")
@@ -116,12 +116,13 @@ def _read_vision(folder: Path, hf_config: Any, vocab_size: int) -> VisionConfig:
         fields = read_fields(VisionTowerFields, tower.to_dict())
     if tower.num_channels != NUM_COLOURS:
         raise ModelError(
-            f"vision_config.num_channels is {tower.num_channels}, supported are {NUM_COLOURS} "
-            "colours"
+            f"vision_config.num_channels is {tower.num_channels!s:.200}, supported are "
+            f"{NUM_COLOURS} colours"
         )
     if not 0 <= image_token_id < vocab_size:
         raise ModelError(
-            f"image_token_index is {image_token_id}, must be below the vocab_size {vocab_size}"
+            f"image_token_index is {image_token_id!s:.200}, must be below the vocab_size "
+            f"{vocab_size}"
         )
     # CLIP has a token for the whole picture before those of its patches.
     num_states = (fields["image_size"] // fields["patch_size"]) ** 2

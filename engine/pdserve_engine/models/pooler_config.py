@@ -21,7 +21,7 @@ from pdserve_engine.models.config import (
     errors_of_fields,
     read_json,
 )
-from pdserve_engine.models.config_fields import PoolerFields, read_fields
+from pdserve_engine.models.config_fields import PoolerFields, parse_json, read_fields
 
 MODULES_FILE = "modules.json"
 # What a flag in a Pooling module's config.json stands for.
@@ -75,8 +75,8 @@ def read_pooler_config(
     if runner == "generate":
         if not has_head:
             raise ModelError(
-                f"runner is generate, architectures is {architectures}, which has no lm_head: must "
-                "be pooling"
+                f"runner is generate, architectures is {architectures!s:.200}, which has no "
+                "lm_head: must be pooling"
             )
         if convert not in ("auto", "none"):
             raise ModelError(f"convert is {convert}, must be auto or none if runner is generate")
@@ -152,11 +152,17 @@ def _classifier(folder: Path, fields: PoolerFields, changes: _Overrides) -> Pool
 def _token_ids(folder: Path, texts: Sequence[str]) -> tuple[int, ...]:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"classifier_from_token is {list(texts)}, {folder} has no tokenizer.json")
-    vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+        raise ModelError(
+            f"classifier_from_token is {list(texts)!s:.200}, {folder} has no tokenizer.json"
+        )
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+    # It has no exception of its own.
+    except Exception as error:
+        raise ModelError(f"{path} is damaged or no tokenizer: {error!s:.200}") from error
     if unknown := [text for text in texts if text not in vocabulary]:
         raise ModelError(
-            f"classifier_from_token has {unknown[0]!r}, which is no token of the model"
+            f"classifier_from_token has {unknown[0]!r:.200}, which is no token of the model"
         )
     return tuple(vocabulary[text] for text in texts)
 
@@ -175,7 +181,7 @@ def _activation(fields: PoolerFields, num_labels: int) -> Activation:
     if (problem := fields.get("problem_type")) is not None:
         if problem not in _PROBLEM_TYPES:
             known = ", ".join(_PROBLEM_TYPES)
-            raise ModelError(f"problem_type is {problem}, supported are {known}")
+            raise ModelError(f"problem_type is {problem:.200}, supported are {known}")
         activation = _PROBLEM_TYPES[problem]
     else:
         module = fields.get("sbert_ce_default_activation_function")
@@ -184,7 +190,7 @@ def _activation(fields: PoolerFields, num_labels: int) -> Activation:
             name = str(module).rpartition(".")[2]
             if name not in _ACTIVATIONS:
                 known = ", ".join(_ACTIVATIONS)
-                raise ModelError(f"activation_fn is {module}, supported are {known}")
+                raise ModelError(f"activation_fn is {module!s:.200}, supported are {known}")
             return _ACTIVATIONS[name]
         activation = "softmax"
     # Softmax of one number is 1.
@@ -197,8 +203,8 @@ def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
         value = raw.get(field)
         if value is not None and value is not causal:
             raise ModelError(
-                f"{field} is {json.dumps(value)}: tokens attend to those behind them, supported is "
-                "causal attention"
+                f"{field} is {json.dumps(value):.200}: tokens attend to those behind them, "
+                "supported is causal attention"
             )
 
 
@@ -208,15 +214,15 @@ def _read_modules(folder: Path) -> _Modules | None:
     if not path.is_file():
         return None
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(path.read_text(encoding="utf-8"))
         modules = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} is no list of modules: {error!r}") from error
+        raise ModelError(f"{path} is no list of modules: {error!r:.200}") from error
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         raise ModelError(
-            f"{path} has {', '.join(kinds)}, supported are Transformer, Pooling and, at the end, "
-            "Normalize"
+            f"{path} has {', '.join(kinds):.200}, supported are Transformer, Pooling and, at the "
+            "end, Normalize"
         )
     pooling = folder / modules[1][1] / "config.json"
     return _Modules(_read_pooling_type(pooling), normalizes=len(kinds) == 3)
@@ -233,7 +239,7 @@ def _read_pooling_type(path: Path) -> PoolingType:
         modes = modes or [mode]
     if len(modes) != 1 or modes[0] not in _POOLING_MODES:
         raise ModelError(
-            f"{path} has {', '.join(modes) or 'no pooling mode'}, supported is one of "
+            f"{path} has {', '.join(modes) or 'no pooling mode':.200}, supported is one of "
             f"{', '.join(_POOLING_MODES)}"
         )
     pooling_type = _POOLING_MODES[modes[0]]
@@ -256,10 +262,10 @@ def _read_overrides(text: str | None, raw: Mapping[str, Any]) -> _Overrides:
     pooling_type = values.get("pooling_type")
     if pooling_type is not None and str(pooling_type).upper() not in _POOLING_TYPES:
         known = ", ".join(_POOLING_TYPES)
-        raise ModelError(f"pooling_type is {pooling_type}, supported are {known}")
+        raise ModelError(f"pooling_type is {pooling_type!s:.200}, supported are {known}")
     for name in ("use_activation", "is_matryoshka"):
         if values.get(name) is not None and not isinstance(values[name], bool):
-            raise ModelError(f"{name} is {values[name]}, must be true or false")
+            raise ModelError(f"{name} is {values[name]!s:.200}, must be true or false")
     dimensions = _check_dimensions(values.get("matryoshka_dimensions"), raw.get("hidden_size"))
     return _Overrides(
         None if pooling_type is None else _POOLING_TYPES[str(pooling_type).upper()],
@@ -272,14 +278,14 @@ def _read_overrides(text: str | None, raw: Mapping[str, Any]) -> _Overrides:
 
 def _parse_overrides(text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ModelError(f"pooler_config is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"pooler_config is a JSON {type(values).__name__}, must be an object")
     if unknown := sorted(values.keys() - set(_OVERRIDES)):
         raise ModelError(
-            f"pooler_config has {', '.join(unknown)}, supported are {', '.join(_OVERRIDES)}"
+            f"pooler_config has {', '.join(unknown):.200}, supported are {', '.join(_OVERRIDES)}"
         )
     return values
 
@@ -289,7 +295,7 @@ def _check_tokens(values: object) -> tuple[str, ...]:
         return ()
     if not isinstance(values, list) or [type(value) for value in values] != [str, str]:
         raise ModelError(
-            f"classifier_from_token is {values}, must be a list of two tokens: no and yes"
+            f"classifier_from_token is {values!s:.200}, must be a list of two tokens: no and yes"
         )
     return tuple(values)
 
@@ -302,7 +308,7 @@ def _check_dimensions(values: object, hidden_size: object) -> tuple[int, ...]:
         type(value) is int and 1 <= value <= limit for value in values
     ):
         raise ModelError(
-            f"matryoshka_dimensions is {values}, must be a list of numbers from 1 to hidden_size "
-            f"({limit})"
+            f"matryoshka_dimensions is {values!s:.200}, must be a list of numbers from 1 to "
+            f"hidden_size ({limit})"
         )
     return tuple(sorted(values))

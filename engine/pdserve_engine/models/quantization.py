@@ -135,16 +135,18 @@ def read_quantization(
     if not stored:
         return None if requested is None else _at_load(requested)
     if not isinstance(stored, dict):
-        raise ValueError(f"quantization_config is {stored!r}, must be an object")
+        raise ValueError(f"quantization_config is {stored!r:.200}, must be an object")
     method = stored.get("quant_method")
     if requested is not None:
         raise ValueError(
             f"quantization is {requested}, but the checkpoint is quantized already "
-            f"(quant_method {method}): leave it unset"
+            f"(quant_method {method!s:.200}): leave it unset"
         )
     if not isinstance(method, str) or method not in _READERS:
         supported = ", ".join(_READERS)
-        raise ValueError(f"quantization_config.quant_method is {method}, supported are {supported}")
+        raise ValueError(
+            f"quantization_config.quant_method is {method!s:.200}, supported are {supported}"
+        )
     return _READERS[method](stored)
 
 
@@ -164,9 +166,9 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> Quantization:
     )
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise ValueError(f"{place}.config_groups is {groups}, supported is one group")
+        raise ValueError(f"{place}.config_groups is {groups!s:.200}, supported is one group")
     ((name, group),) = groups.items()
-    place = f"{place}.config_groups.{name}"
+    place = f"{place}.config_groups.{name:.200}"
     if raw.get("format") == "float-quantized":
         return _read_compressed_fp8(group, place)
     return _read_compressed_integers(group, place)
@@ -240,11 +242,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
 
 def _check(raw: object, place: str, allowed: Mapping[str, tuple[object, ...]]) -> None:
     if not isinstance(raw, dict):
-        raise ValueError(f"{place} is {raw!r}, must be an object")
+        raise ValueError(f"{place} is {raw!r:.200}, must be an object")
     for field, values in allowed.items():
         if field in raw and raw[field] not in values:
             supported = ", ".join(map(str, values))
-            raise ValueError(f"{place}.{field} is {raw[field]}, supported is {supported}")
+            raise ValueError(f"{place}.{field} is {raw[field]!s:.200}, supported is {supported}")
 
 
 def _require(raw: Mapping[str, Any], place: str, field: str) -> Any:
@@ -259,5 +261,5 @@ def _read_group_size(raw: Mapping[str, Any], place: str) -> int | None:
     if size == -1:
         return None
     if not isinstance(size, int) or size < 2 or size % 2:
-        raise ValueError(f"{place}.group_size is {size}, must be -1 or even and at least 2")
+        raise ValueError(f"{place}.group_size is {size!s:.200}, must be -1 or even and at least 2")
     return size

@@ -76,7 +76,7 @@ def read_rope_settings(
     field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(field) or {}
     if any(isinstance(value, dict) for value in stated.values()):
-        raise ValueError(f"{field} differs by layer type ({', '.join(stated)}), not supported")
+        raise ValueError(f"{field} differs by layer type ({', '.join(stated):.200}), not supported")
     parameters: dict[str, Any] = {
         "rope_type": stated.get("type", "default"),
         THETA: raw.get(THETA, default_theta),
@@ -96,7 +96,8 @@ def read_rope_settings(
     # Of a type without scaling, transformers rotates whole heads whatever the share.
     if settings.rope_type != "default" and share != 1.0:
         raise ValueError(
-            f"{ROTARY_SHARE} is {share}, supported is 1.0 with the rope_type {settings.rope_type}"
+            f"{ROTARY_SHARE} is {share}, supported is 1.0 with the rope_type "
+            f"{settings.rope_type:.200}"
         )
     return settings
 
@@ -105,7 +106,8 @@ def check_rope(settings: RopeSettings, head_dim: int) -> None:
     """Raise ValueError for values that angles cannot be computed from."""
     parameters = settings.parameters
     if not isinstance(settings.rope_type, str):
-        raise ValueError(f"{settings.field}.rope_type is {settings.rope_type!r}, expected a string")
+        rope_type = f"{settings.rope_type!r:.200}"
+        raise ValueError(f"{settings.field}.rope_type is {rope_type}, expected a string")
     # Code of models may know other types, which it checks by itself.
     fields = _FIELDS.get(settings.rope_type, _Fields())
     for name in (THETA, *fields.required):
@@ -141,7 +143,7 @@ def _check_factors(settings: RopeSettings, name: str, num_angles: int) -> None:
         or not all(_is_number(factor) and 0 < factor < HIGHEST for factor in value)
     ):
         raise ValueError(
-            f"{_label(settings, name)} is {value!r}, expected {num_angles} numbers above 0"
+            f"{_label(settings, name)} is {value!r:.200}, expected {num_angles} numbers above 0"
         )
 
 
@@ -158,7 +160,8 @@ def native_rope(settings: RopeSettings) -> RopeConfig:
     field, parameters = settings.field, settings.parameters
     if settings.rope_type not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
-        raise ValueError(f"{field}.rope_type is {settings.rope_type}, supported are {supported}")
+        rope_type = f"{settings.rope_type:.200}"
+        raise ValueError(f"{field}.rope_type is {rope_type}, supported are {supported}")
     if (share := parameters.get(ROTARY_SHARE, 1.0)) != 1.0:
         raise ValueError(f"{ROTARY_SHARE} is {share}, supported is 1.0")
     names = _FIELDS[settings.rope_type].required

@@ -372,6 +372,67 @@ def test_refuses_what_it_cannot_run(
         read_model_config(write_config(**changes))
 
 
+LONG = "x" * 5000
+# A group of weights in FP8, in which a value is changed.
+GROUP = {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": [LONG]},
+        {"architectures": [LONG] * 50},
+        {"hidden_act": LONG},
+        {"dtype": LONG},
+        {"layer_types": [LONG]},
+        {"layer_types": ["sliding_attention"] * 5000},
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": -(10**4000)},
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": LONG},
+        {"architectures": ["MyForCausalLM"], "model_type": LONG},
+        {"is_causal": LONG},
+        {"use_bidirectional_attention": [LONG]},
+        {"rope_scaling": {"rope_type": LONG}},
+        {"rope_scaling": {"rope_type": LONG}, "partial_rotary_factor": 0.5},
+        {"rope_scaling": {"rope_type": [LONG]}},
+        {"rope_parameters": {LONG: {}}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": LONG, "factor": 2.0}},
+        *(
+            {"quantization_config": value}
+            for value in (
+                LONG,
+                {"quant_method": LONG},
+                {"quant_method": "fp8", "fmt": LONG},
+                {"quant_method": "awq", "bits": 4, "zero_point": True, "group_size": LONG},
+                COMPRESSED | {"config_groups": LONG},
+                COMPRESSED | {"sparsity_config": LONG},
+                COMPRESSED | {"config_groups": {LONG: GROUP | {"weights": LONG}}},
+                COMPRESSED | {"config_groups": {"a": GROUP | {"format": LONG}}},
+            )
+        ),
+        {"architectures": ["LlamaModel"], "matryoshka_dimensions": LONG},
+        {"architectures": ["LlamaModel"], "is_matryoshka": LONG},
+        {"architectures": ["LlamaForSequenceClassification"], "problem_type": LONG},
+        {
+            "architectures": ["LlamaForSequenceClassification"],
+            "sentence_transformers": {"activation_fn": LONG},
+        },
+        {"architectures": [LONG], "vision_config": {}},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_a_long_value_is_cut_in_the_message(
+    write_config: Callable[..., Path], changes: dict[str, Any]
+) -> None:
+    folder = write_config(**changes)
+    for model_impl in ("auto", "native", "transformers"):
+        with pytest.raises(ModelError) as raised:
+            read_model_config(folder, model_impl=model_impl)
+        assert len(str(raised.value)) < 2500
+        assert "x" * 1001 not in str(raised.value)
+
+
 def test_refuses_a_longer_model_len_than_the_model_has(write_config: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="max_model_len is 9000, the model supports 1 to 8192"):
         read_model_config(write_config(), max_model_len=9000)
@@ -382,6 +443,30 @@ def test_names_a_missing_folder_and_a_missing_or_broken_config(tmp_path: Path) -
         read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json does not exist"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="not valid JSON"):
-        read_model_config(tmp_path)
+    for text in ("{", "[" * 100_000, '{"a":' * 50_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"/config\.json is not valid JSON"):
+            read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [100, 101, *range(800, 1000, 7)])
+def test_a_value_of_any_depth_is_refused_or_shown(
+    write_config: Callable[..., Path], depth: int
+) -> None:
+    """Also where Python's stack has just enough room to read it."""
+    folder = write_config(vocab_size="it")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"it"', "[" * depth + "]" * depth))
+    with pytest.raises(ModelError, match=r"vocab_size is \[|nested deeper than 100 levels"):
+        read_model_config(folder)
+
+
+def test_a_broken_generation_config_is_named(write_config: Callable[..., Path]) -> None:
+    path = write_config() / "generation_config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON: it is"):
+        read_model_config(path.parent)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: Is a dir"):
+        read_model_config(path.parent)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.lora.adapter_config import LoraError
@@ -77,6 +78,33 @@ def test_fields_that_say_nothing_sensible_are_named(
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ModelError, match=message):
         config_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "counts", [(5, 3), (3, 5), (5, None), (None, 3)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
+def test_of_two_counts_of_experts_that_one_wins_that_wins_in_transformers(
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    name: str,
+    counts: tuple[int | None, int | None],
+) -> None:
+    """None: the field is not there."""
+    raw = json.loads((build(make_model, name) / "config.json").read_text())
+    for field, count in zip(("num_experts", "num_local_experts"), counts, strict=True):
+        raw.pop(field, None)
+        if count is not None:
+            raw[field] = count
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if name == "qwen2-moe" and counts[0] is None:
+        # transformers assumes 60.
+        with pytest.raises(ModelError, match="num_experts is missing"):
+            config_of(tmp_path)
+        return
+    experts = config_of(tmp_path).experts
+    assert experts is not None
+    assert experts.num_experts == AutoConfig.from_pretrained(tmp_path).num_experts
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

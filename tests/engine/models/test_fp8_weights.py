@@ -252,6 +252,9 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_is_not_read(
         lambda tensors: tensors.update({f"lm_head.{part}": value for part, value in head.items()}),
     )
     assert torch.equal(logits_of(stored.folder), expected)
+    scales = [f"lm_head.{part}" for part in head if part != "weight"]
+    change_tensors(stored.folder, lambda tensors: [tensors.pop(name) for name in scales])
+    assert torch.equal(logits_of(stored.folder), expected)
     change_tensors(stored.folder, lambda tensors: tensors.update({"lm_head.bias": torch.ones(3)}))
     with pytest.raises(ModelError, match=r"lm_head\.bias is not zero"):
         load(stored.folder)

@@ -163,6 +163,7 @@ def test_the_operator_and_the_config_say_the_rest(
         (raw("Qwen2ForCausalLM", is_causal=False), {}, "is_causal is false: .*supported is causal"),
         (raw("LlamaModel", use_bidirectional_attention=True), {}, "use_bidirectional_attention is"),
         (raw("LlamaModel"), {"overrides": "["}, "pooler_config is not valid JSON"),
+        (raw("LlamaModel"), {"overrides": '{"a":' * 50_000}, "pooler_config is not valid JSON: it"),
         (raw("LlamaModel"), {"overrides": "[]"}, "pooler_config is a JSON list"),
         (raw("LlamaModel"), {"overrides": '{"step": 1}'}, "pooler_config has step, supported"),
         (raw("LlamaModel"), {"overrides": '{"pooling_type": "CLS"}'}, "pooling_type is CLS, supp"),
@@ -245,7 +246,57 @@ def test_modules_that_are_not_served_are_refused_by_name(
     assert read(tmp_path, runner="generate") is None
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"type": "a.Transformer"}]'])
+def list_modules(path: str) -> str:
+    """Return a list whose Pooling module has that path."""
+    kinds = {"Transformer": "", "Pooling": path}
+    return json.dumps([{"type": kind, "path": path} for kind, path in kinds.items()])
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (json.dumps([{"type": "x" * 5000, "path": ""}]), None),
+        (list_modules(""), None),
+        *(
+            (None, json.dumps({name: value}))
+            for name in ("pooling_type", "use_activation", "classifier_from_token", "x" * 5000)
+            for value in ("x" * 5000, ["x" * 5000])
+        ),
+        (None, json.dumps({"classifier_from_token": ["x" * 5000, "no"]})),
+    ],
+)
+def test_a_long_value_is_cut_in_the_message(
+    tmp_path: Path, text: str | None, overrides: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "modules.json").write_text(text)
+        (tmp_path / "config.json").write_text(json.dumps({"pooling_mode": "x" * 5000}))
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, runner="pooling", overrides=overrides)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a\0b", "none"])
+def test_a_module_without_a_config_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "modules.json").write_text(list_modules(path))
+    with pytest.raises(
+        ModelError, match=r"config\.json (cannot|is not)|none does not exist"
+    ) as raised:
+        read(tmp_path)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_broken_tokenizer_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    overrides = '{"classifier_from_token": ["no", "yes"]}'
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged or no tokenizer: "):
+        read(tmp_path, runner="pooling", overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[1]", '[{"type": "a.Transformer"}]', "[" * 100_000], ids=range(5)
+)
 def test_a_damaged_list_of_modules_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(ModelError, match=r"modules\.json"):

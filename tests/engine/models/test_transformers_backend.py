@@ -1,6 +1,7 @@
 """The transformers backend against transformers' own generation, and what it refuses."""
 
 import dataclasses
+import json
 import logging
 import re
 import shutil
@@ -135,6 +136,27 @@ def test_refuses_layers_that_are_not_as_their_config_says(
     config = dataclasses.replace(read_model_config(folder), **changes)
     with pytest.raises(ModelError, match=message):
         load_model(folder, config, device=CPU)
+
+
+@pytest.mark.parametrize("count", [10_001, 2**31, 2**63, 10**4000], ids=["low", "31", "63", "long"])
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [
+        ("GPT2LMHeadModel", "n_layer"),
+        ("GPT2LMHeadModel", "num_hidden_layers"),
+        ("Qwen2ForCausalLM", "num_hidden_layers"),
+        ("Gemma3ForCausalLM", "num_hidden_layers"),
+    ],
+)
+def test_a_number_of_layers_that_no_model_has_is_refused(
+    tmp_path: Path, architecture: str, field: str, count: int
+) -> None:
+    """Before transformers makes a list of so many."""
+    model_type = getattr(transformers, architecture).config_class.model_type
+    raw = {"architectures": [architecture], "model_type": model_type, field: count}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=f"{field} is 1?[0-9]*, expected at most 10000"):
+        read_model_config(tmp_path, model_impl="transformers")
 
 
 def test_weights_that_do_not_fit_are_named(make_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -14,10 +14,15 @@ from pdserve_engine.models.config import (
     ModelConfig,
     ModelError,
     cut_windows,
+    read_json,
     read_max_model_len,
     windows_of_types,
 )
+from pdserve_engine.models.config_fields import MAX_LAYERS
 from pdserve_engine.models.rope import ORIGINAL_LENGTH, RopeSettings, check_rope
+
+# Characters of what transformers has to say.
+MAX_REASON = 1000
 
 
 def read_transformers_config(
@@ -34,6 +39,8 @@ def read_transformers_config(
     model_class = causal_lm_class(hf_config, raw.get("architectures"))
     refuse_unsupported(hf_config, model_class)
     num_layers = _require_int(hf_config, "num_hidden_layers")
+    # Some classes have other names for it.
+    _refuse_many_layers({"num_hidden_layers": num_layers})
     num_heads = _require_int(hf_config, "num_attention_heads")
     hidden_size = _require_int(hf_config, "hidden_size")
     length = read_max_model_len(getattr(hf_config, "max_position_embeddings", None), max_model_len)
@@ -55,6 +62,9 @@ def read_transformers_config(
 
 def load_hf_config(model_dir: Path) -> PreTrainedConfig:
     """Return the folder's config. Code that comes with a model is never run."""
+    raw = read_json(model_dir / "config.json")
+    for fields in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        _refuse_many_layers(fields)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
@@ -62,7 +72,19 @@ def load_hf_config(model_dir: Path) -> PreTrainedConfig:
         return config
     # Some 500 config classes check their fields, each with the exceptions its author liked.
     except Exception as error:
-        raise ModelError(f"transformers cannot read {model_dir}/config.json: {error}") from error
+        raise ModelError(
+            f"transformers cannot read {model_dir}/config.json: {error!s:.{MAX_REASON}}"
+        ) from error
+
+
+def _refuse_many_layers(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError where a field that counts layers is high: config classes make lists of it.
+    It is called num_hidden_layers, n_layer, num_layers, num_decoder_layers, ...
+    """
+    for name, value in raw.items():
+        is_count = name.startswith("n") and "layer" in name and isinstance(value, int)
+        if is_count and value > MAX_LAYERS:
+            raise ModelError(f"{name:.200} is {value!s:.200}, expected at most {MAX_LAYERS}")
 
 
 def causal_lm_class(
@@ -73,7 +95,7 @@ def causal_lm_class(
     if model_class is None or model_class.__name__ not in (architectures or ()):
         runs = "none" if model_class is None else model_class.__name__
         raise ModelError(
-            f"architectures is {architectures}, transformers' decoder-only model for"
+            f"architectures is {architectures!s:.200}, transformers' decoder-only model for"
             f" {hf_config.model_type} is {runs}"
         )
     found: type[PreTrainedModel] = model_class
@@ -105,7 +127,7 @@ def _check_rope(hf_config: PreTrainedConfig, head_dim: int, max_model_len: int) 
     hf_config.standardize_rope_params()
     parameters: dict[str, Any] = hf_config.rope_parameters
     by_layer_type = {
-        f"rope_parameters.{name}": value
+        f"rope_parameters.{name:.200}": value
         for name, value in parameters.items()
         if isinstance(value, dict)
     }
@@ -135,5 +157,5 @@ def _windows(hf_config: PreTrainedConfig, num_layers: int) -> tuple[int | None, 
 def _require_int(hf_config: PreTrainedConfig, field: str) -> int:
     value = getattr(hf_config, field, None)
     if not isinstance(value, int) or value <= 0:
-        raise ModelError(f"{field} is {value}, expected a positive integer")
+        raise ModelError(f"{field} is {value!s:.200}, expected a positive integer")
     return value

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pdserve_engine.models.config import ModelError
+from pdserve_engine.models.transformers_backend.config import MAX_REASON
 from pdserve_engine.models.weights.loader import Checkpoint, name_some
 
 
@@ -41,7 +42,7 @@ def load_pretrained(
     except Exception as error:
         raise ModelError(
             f"transformers cannot make {model_class.__name__} of its config and weights"
-            f" ({type(error).__name__}: {error})"
+            f" ({type(error).__name__}: {error!s:.{MAX_REASON}})"
         ) from error
     model: PreTrainedModel = loaded[0]
     _refuse_mismatched_weights(loaded[1])

@@ -2,9 +2,9 @@
 
 import ctypes
 import hashlib
-import json
 import logging
 import math
+import os
 import struct
 import sys
 import threading
@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from pdserve_engine.models.config import ModelError
+from pdserve_engine.models.config import ModelError, read_json
+from pdserve_engine.models.config_fields import IndexFields, read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 MAX_NAMES_IN_ERROR = 8
 # What safetensors call e4m3.
 FP8_KIND = "F8_E4M3"
+DENSE_KINDS = ("BF16", "F16", "F32", "F64")
 # A line about progress in the log at most this often.
 PROGRESS_LOG_S = 1.0
 # Bytes of a weight that are mapped at a time.
@@ -149,7 +151,7 @@ class Checkpoint:
         for path, in_file in sorted(by_path.items()):
             with _open(path) as file:
                 for name in in_file:
-                    stored = file.get_slice(self._stored[name])
+                    stored = self._slice(file, name)
                     self._shapes[name] = tuple(stored.get_shape())
                     _check_shape(name, self._shapes[name], expected[name])
                     _check_kind(name, stored.get_dtype(), name in in_fp8)
@@ -179,22 +181,37 @@ class Checkpoint:
         in another dtype.
         """
         with _open(self._files[name]) as file:
-            if device.type == "cpu" and file.get_slice(self._stored[name])[:0].dtype == dtype:
+            if device.type == "cpu" and self._slice(file, name)[:0].dtype == dtype:
                 self._count_read(name)
                 return file.get_tensor(self._stored[name])  # type: ignore[no-any-return]
         return self.read(name, dtype=dtype, device=device)
 
-    def is_same(self, name: str, other: str) -> bool:
-        """Are two weights stored in one dtype, with equal numbers?"""
-        with _open(self._files[name]) as file, _open(self._files[other]) as other_file:
-            weight = file.get_tensor(self._stored[name])
-            twin = other_file.get_tensor(self._stored[other])
-            return weight.dtype == twin.dtype and torch.equal(weight, twin)
+    def is_same(self, name: str, other: str, *, dtype: torch.dtype) -> bool:
+        """Have two weights one shape, and equal numbers once they are in `dtype`?"""
+        weight, twin = self._mapped(name), self._mapped(other)
+        # In pieces, as another dtype is a copy.
+        num_numbers = PIECE_BYTES // dtype.itemsize
+        pieces = (torch.split(whole.flatten(), num_numbers) for whole in (weight, twin))
+        return weight.shape == twin.shape and all(
+            torch.equal(part.to(dtype), other_part.to(dtype))
+            for part, other_part in zip(*pieces, strict=True)
+        )
+
+    def is_dense_float(self, name: str) -> bool:
+        """Is a weight stored in numbers that need no scale?"""
+        with _open(self._files[name]) as file:
+            return self._slice(file, name).get_dtype() in DENSE_KINDS
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Let a weight have another name here."""
+        self._files[new_name] = self._files.pop(name)
+        self._stored[new_name] = self._stored.pop(name)
+        self.names = self.names - {name} | {new_name}
 
     def read_as_stored(self, name: str) -> torch.Tensor:
         """Return a copy of one weight on the CPU, in the shape [...] and dtype of the file."""
         file = self._last_file.open(self._files[name])
-        stored = file.get_slice(self._stored[name])
+        stored = self._slice(file, name)
         if not stored.get_shape():
             self._count_read(name)
             return file.get_tensor(self._stored[name]).clone()  # type: ignore[no-any-return]
@@ -210,7 +227,7 @@ class Checkpoint:
             rows = slice(first + start, first + start + len(piece))
             wanted = (rows, part.columns)[: target.dim()]
             file = self._last_file.open(self._files[part.name])
-            piece.copy_(file.get_slice(self._stored[part.name])[wanted])
+            piece.copy_(self._slice(file, part.name)[wanted])
             del file  # closed means unmapped
             self._last_file.note_read(piece.nbytes)
 
@@ -222,10 +239,25 @@ class Checkpoint:
             if self._progress is not None:
                 self._progress(len(self._read_names), self._num_expected)
 
+    def _mapped(self, name: str) -> torch.Tensor:
+        """Return a weight as it is stored, mapped."""
+        with _open(self._files[name]) as file:
+            self._slice(file, name)
+            return file.get_tensor(self._stored[name])  # type: ignore[no-any-return]
+
+    def _slice(self, file: Any, name: str) -> Any:
+        """Return a weight of its open file, for reading it or parts of it."""
+        try:
+            return file.get_slice(self._stored[name])
+        except SafetensorError as error:
+            raise ModelError(
+                f"{self._files[name]} lacks {self._stored[name]:.200}, which {INDEX_FILE} names"
+            ) from error
+
     def _shape(self, name: str) -> tuple[int, ...]:
         if (shape := self._shapes.get(name)) is None:
             file = self._last_file.open(self._files[name])
-            shape = self._shapes[name] = tuple(file.get_slice(self._stored[name]).get_shape())
+            shape = self._shapes[name] = tuple(self._slice(file, name).get_shape())
         return shape
 
 
@@ -286,6 +318,7 @@ def weights_digest(model_dir: str | Path) -> str:
     folder = Path(model_dir)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(set(_map_names_to_files(folder).values())):
+        _open(path)  # refuses what is no safetensors file
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
@@ -316,20 +349,24 @@ def _check_kind(name: str, kind: str, is_fp8: bool) -> None:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ModelError(f"{path} is damaged or no safetensors file: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is damaged or no safetensors file: {error!s:.200}") from error
 
 
 def _map_names_to_files(folder: Path) -> dict[str, Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index} has no weight_map")
-        files = {name: folder / file for name, file in weight_map.items()}
-        if absent := sorted({path.name for path in files.values() if not path.exists()}):
+        try:
+            weight_map = read_fields(IndexFields, read_json(index))["weight_map"]
+        except ModelError:
+            raise
+        except ValueError as error:
+            raise ModelError(f"{index}: {error}") from error
+        # Of a name that no file can have, pathlib's `is_file` raises OSError.
+        shards = set(weight_map.values())
+        if absent := sorted(file for file in shards if not os.path.isfile(folder / file)):
             raise ModelError(f"{index} names shards that do not exist: {name_some(absent)}")
-        return files
+        return {name: folder / file for name, file in weight_map.items()}
     if not single.exists():
         raise ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
     with _open(single) as file:
@@ -339,4 +376,5 @@ def _map_names_to_files(folder: Path) -> dict[str, Path]:
 def name_some(names: list[str]) -> str:
     """Return the first few names, and how many more there are."""
     more = len(names) - MAX_NAMES_IN_ERROR
-    return ", ".join(names[:MAX_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
+    some = [name[:200] for name in names[:MAX_NAMES_IN_ERROR]]
+    return ", ".join(some) + (f" and {more} more" if more > 0 else "")

@@ -111,7 +111,7 @@ def check_unused_biases(checkpoint: Checkpoint, used: Collection[str]) -> None:
     """Raise ModelError unless all biases beside those that a model has a use for are zero."""
     for name in sorted(checkpoint.names.difference(used)):
         if name.endswith(BIAS) and checkpoint.read_as_stored(name).any():
-            raise ModelError(f"{name} is not zero, and the model has no place for it")
+            raise ModelError(f"{name:.200} is not zero, and the model has no place for it")
 
 
 def read_projection(
