@@ -3,6 +3,7 @@
 import itertools
 import json
 import string
+import sys
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -15,6 +16,7 @@ from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
 from pdserve_common.structured import to_structural_tag
+from pdserve_common.structured import values as values_module
 from pdserve_common.structured.values import Values
 from pdserve_common.types.sampling_params import StructuredOutputsParams
 from pdserve_router.chat_formats.base import Parser, ParserOptions, ReasoningStart
@@ -583,6 +585,35 @@ def test_what_a_schema_has_that_is_no_object_counts(schema) -> None:
     for value in (5, [5] * LONG):
         assert work_of(lambda v=value: values.first_of([v, "5"])).num_calls < 20_000
         assert values.first_of([value, "5"]) == 0
+
+
+def test_listed_numbers_of_one_hash_are_compared_a_few_times() -> None:
+    """10,000 took seconds: a set compares each with all others."""
+    num_compared = 0
+
+    class Counted(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    modulus = sys.hash_info.modulus
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            values_module, "_TYPE_NAMES", {**values_module._TYPE_NAMES, Counted: "integer"}
+        )
+        values = Values(
+            {"type": ["integer", "string"], "enum": [Counted(modulus * n) for n in range(1000)]}
+        )
+        is_first = values.first_of([1, "1"]) == 0
+        assert num_compared < 1000
+        assert is_first
+        few = Values(
+            {"type": ["integer", "string"], "enum": [modulus * n for n in range(9)] + ["1"]}
+        )
+        assert few.first_of([1, "1"]) == 1
 
 
 @pytest.mark.parametrize("keyword", ["allOf", "anyOf"])

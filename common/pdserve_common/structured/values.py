@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeAlias, TypeVar
@@ -27,6 +28,8 @@ ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array"
 _MAX_LOOKS = 100_000
 _MAX_CHECKS = 100_000
 _MAX_LISTED = 10_000
+# Listed numbers with one hash, each of which is compared with all others.
+_MAX_SAME_HASH = 16
 # The router's event loop waits for the checks of a value, some 5 us for each.
 _MAX_CHECKS_OF_VALUE = 1000
 # Of a value, besides one for each part of it, that do not count for the document: an answer may
@@ -96,6 +99,8 @@ class _Facts:
         listed = _listed(schema)
         if not listed:
             return cls(types=found, required=required)
+        if _share_hashes(listed[:max_listed]):
+            max_listed = 0
         known, others = listed[:max_listed], listed[max_listed:]
         types_of_known = [*map(type_of, known)]
         has_parts = [type_ in ("array", "object") for type_ in types_of_known]
@@ -425,6 +430,13 @@ def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
 
 def _listed(schema: Mapping[str, Any]) -> Sequence[Json]:
     return [schema["const"]] if "const" in schema else _list(schema, "enum")
+
+
+def _share_hashes(values: Sequence[Json]) -> bool:
+    """Return whether very many numbers have one hash, which those that write them can choose."""
+    numbers = [each for each in values if type(each) not in (str, list, dict)]
+    hashes = Counter(map(hash, numbers))
+    return max(hashes.values(), default=0) > _MAX_SAME_HASH
 
 
 def _possible_types(values: Sequence[Json]) -> set[str]:
