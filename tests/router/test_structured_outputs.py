@@ -26,7 +26,7 @@ from pdserve_router.requests.input.request_limits import (
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
-from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS, MAX_SCHEMA_OBJECTS
+from pdserve_router.requests.input.tool_use import MAX_ENFORCED_TOOLS, MAX_SCHEMAS
 from support.refusals import refused
 from support.samples import sampled
 
@@ -272,20 +272,45 @@ async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
         assert tools[-1]["function"]["name"] in constraint_of(stack).structural_tag
 
 
-async def test_a_tools_schema_of_very_many_objects_is_refused(start_stack) -> None:
-    def calling(num_options: int) -> dict[str, Any]:
-        city = {"anyOf": [{"const": i} for i in range(num_options)]}
-        parameters = {"type": "object", "properties": {"city": city}}
+# Of a property, with so many schemas within.
+MANY_SCHEMAS = [
+    lambda count: {"anyOf": [{"const": i} for i in range(count)]},
+    *(
+        lambda count, keyword=keyword: {
+            keyword: [0, True, None] * (count // 3) + [""] * (count % 3)
+        }
+        for keyword in ("allOf", "anyOf", "oneOf", "prefixItems")
+    ),
+    # The object by whose names they stand counts as one.
+    *(
+        lambda count, keyword=keyword: {keyword: {f"p{i}": True for i in range(count - 1)}}
+        for keyword in ("properties", "patternProperties", "dependentSchemas", "$defs")
+    ),
+]
+
+
+@pytest.mark.parametrize("many_schemas", MANY_SCHEMAS)
+async def test_a_tools_schema_of_very_many_schemas_is_refused(start_stack, many_schemas) -> None:
+    def calling(num_schemas: int) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"city": many_schemas(num_schemas)}}
         function = {"name": "weather", "parameters": parameters}
         return {"tools": [{"type": "function", "function": function}]}
 
-    # Besides the options, the parameters have three objects.
-    most = MAX_SCHEMA_OBJECTS - 3
+    # Besides them, the parameters have three objects.
+    most = MAX_SCHEMAS - 3
     async with start_stack(http=True, info={**SERVED, "max_model_len": 1 << 20}) as stack:
         await post(stack.api, CHAT, calling(most))
         field, message = await refusal_of(stack.api, CHAT, calling(most + 1))
     assert field == "tools"
-    assert message == "tools.weather.parameters has more than 4096 objects"
+    assert message == "tools.weather.parameters has more than 4096 schemas"
+
+
+async def test_a_tools_schema_may_list_very_many_values(start_stack) -> None:
+    city = {"enum": [f"{i}" for i in range(10_000)]}
+    called = tool("weather")
+    called["function"]["parameters"] = {"type": "object", "properties": {"city": city}}
+    async with start_stack(http=True, info={**SERVED, "max_model_len": 1 << 20}) as stack:
+        await post(stack.api, CHAT, {"tools": [called]})
 
 
 SHORT_CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 2}}}

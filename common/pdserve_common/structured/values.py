@@ -10,10 +10,11 @@ that, a name has any of the schemas that name it, and what is not known to be wr
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import patterns
@@ -27,11 +28,15 @@ ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array"
 _MAX_LOOKS = 100_000
 _MAX_CHECKS = 100_000
 _MAX_LISTED = 10_000
+# Listed numbers with one hash, each of which is compared with all others.
+_MAX_SAME_HASH = 16
 # The router's event loop waits for the checks of a value, some 5 us for each.
 _MAX_CHECKS_OF_VALUE = 1000
 # Of a value, besides one for each part of it, that do not count for the document: an answer may
 # have any number of values.
 _FREE_CHECKS = 100
+# Digits of numbers that are compared, which cost as much as a check.
+_DIGITS_OF_CHECK = 64
 _MAX_DEPTH = 64
 # Of a name that is matched with patterns, and of a match.
 _MAX_NAME_CHARS = 256
@@ -55,6 +60,8 @@ _SAY_PARTS = frozenset(("properties", "patternProperties", "additionalProperties
 _SAY_TYPES = frozenset(("type", "enum", "const", "$ref", "allOf", *_OPTIONS))
 # Which name of an object is not known: one that is not listed.
 _ANY_OTHER = None
+Number: TypeAlias = int | Decimal
+Part = TypeVar("Part")
 
 
 def type_of(value: Json) -> str:
@@ -92,6 +99,8 @@ class _Facts:
         listed = _listed(schema)
         if not listed:
             return cls(types=found, required=required)
+        if _share_hashes(listed[:max_listed]):
+            max_listed = 0
         known, others = listed[:max_listed], listed[max_listed:]
         types_of_known = [*map(type_of, known)]
         has_parts = [type_ in ("array", "object") for type_ in types_of_known]
@@ -282,9 +291,9 @@ class Values:
         return known[id(schema)]
 
     def _property(self, schema: Json, name: str | None, seen: set[int], depth: int) -> Json | None:
+        self._known.num_looks -= 1
         if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
             return None
-        self._known.num_looks -= 1
         seen.add(id(schema))
         found = [self._own_property(schema, name)]
         found += [self._property(part, name, seen, depth + 1) for part in self._all_of(schema)]
@@ -353,15 +362,16 @@ class Values:
         def suits(part: Json, value: Json = value) -> bool:
             return self._is_valid(part, value, budget, depth + 1)
 
+        def suits_any(options: Sequence[Json]) -> bool:
+            return any(map(suits, budget.while_it_lasts(options))) or not budget.lasts()
+
         return (
             _suits_itself(schema, self._facts(schema), value, budget)
-            and all(map(suits, self._all_of(schema)))
-            and all(
-                any(map(suits, options)) for name in _OPTIONS if (options := _list(schema, name))
-            )
+            and all(map(suits, budget.while_it_lasts(self._all_of(schema))))
+            and all(suits_any(options) for name in _OPTIONS if (options := _list(schema, name)))
             and all(
                 suits(part, each)
-                for part, each in itertools.takewhile(budget.lasts, self._within(schema, value))
+                for part, each in budget.while_it_lasts(self._within(schema, value))
             )
         )
 
@@ -373,7 +383,7 @@ class Values:
             prefix = _list(schema, "prefixItems")
             yield from zip(prefix, value, strict=False)
             if "items" in schema:
-                for item in value[len(prefix) :]:
+                for item in itertools.islice(value, len(prefix), None):
                     yield schema["items"], item
         elif isinstance(value, dict) and not schema.keys().isdisjoint(_SAY_PARTS):
             for name, part in value.items():
@@ -385,7 +395,7 @@ class Values:
 
 class _Budget:
     """How many schemas and listed values may be looked at: they may be many, or refer to each other
-    in more ways than can be tried.
+    in more ways than can be tried. Long numbers count for more than one.
     """
 
     def __init__(self, num_left: int) -> None:
@@ -397,9 +407,20 @@ class _Budget:
         self.num_left -= 1
         return is_spent
 
-    def lasts(self, _: object) -> bool:
+    def lasts(self, _: object = None) -> bool:
         """Return whether one more may be looked at."""
         return self.num_left > 0
+
+    def while_it_lasts(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Return those of some parts that may be looked at."""
+        return itertools.takewhile(self.lasts, parts)
+
+    def may_compare(self, num_digits: int) -> bool:
+        """Count numbers with so many digits, and return whether they may be compared."""
+        num_checks = num_digits // _DIGITS_OF_CHECK
+        may_compare = num_checks <= self.num_left
+        self.num_left -= min(num_checks, max(0, self.num_left))
+        return may_compare
 
 
 def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
@@ -409,6 +430,13 @@ def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
 
 def _listed(schema: Mapping[str, Any]) -> Sequence[Json]:
     return [schema["const"]] if "const" in schema else _list(schema, "enum")
+
+
+def _share_hashes(values: Sequence[Json]) -> bool:
+    """Return whether very many numbers have one hash, which those that write them can choose."""
+    numbers = [each for each in values if type(each) not in (str, list, dict)]
+    hashes = Counter(map(hash, numbers))
+    return max(hashes.values(), default=0) > _MAX_SAME_HASH
 
 
 def _possible_types(values: Sequence[Json]) -> set[str]:
@@ -453,12 +481,16 @@ def _exact(value: Json) -> Json:
 def _suits_itself(schema: Mapping[str, Any], facts: _Facts, value: Json, budget: _Budget) -> bool:
     """Return whether a value suits the keywords that have no schemas within."""
     type_ = type_of(value)
+    # That has looked at all digits of a fraction.
+    may_compare = not isinstance(value, Decimal) or budget.may_compare(_num_digits(value))
     if type_ not in facts.types:
         return False
+    if not may_compare:
+        return True
     if facts.scalars is not None and not _is_listed(facts, type_, value, budget):
         return False
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        return _is_in_range(schema, _exact(value))
+    if type_ in ("integer", "number"):
+        return schema.keys().isdisjoint(_BOUNDS) or _is_in_range(schema, _exact(value), budget)
     noun = {"string": "Length", "array": "Items", "object": "Properties"}.get(type_)
     if noun is None:
         return True
@@ -487,6 +519,8 @@ def _are_same(value: Json, other: Json, budget: _Budget) -> bool:
         if budget.is_spent():
             return True
         value, other = pair
+        if not budget.may_compare(_num_digits(value) + _num_digits(other)):
+            return True
         if type_of(value) != type_of(other):
             return False
         if not isinstance(value, list | dict):
@@ -509,41 +543,66 @@ def _pairs(value: Json, other: Json) -> Iterator[tuple[Json, Json]]:
         yield part, other.get(name)
 
 
-def _is_in_range(schema: Mapping[str, Any], value: "int | Decimal") -> bool:
-    low, high = _number(schema, "minimum"), _number(schema, "maximum")
-    above, below = _number(schema, "exclusiveMinimum"), _number(schema, "exclusiveMaximum")
-    factor = _number(schema, "multipleOf")
-    return (
-        (low is None or value >= low)
-        and (high is None or value <= high)
-        and (above is None or value > above)
-        and (below is None or value < below)
-        and (not factor or _is_multiple(Decimal(value), Decimal(factor)))
-    )
+def _is_in_range(schema: Mapping[str, Any], value: Number, budget: _Budget) -> bool:
+    bounds = [
+        (suits, bound)
+        for keyword, suits in _BOUNDS.items()
+        if (bound := _number(schema, keyword)) is not None
+    ]
+    num_digits = _num_digits(value) * len(bounds) + sum(_num_digits(each) for _, each in bounds)
+    if not budget.may_compare(num_digits):
+        return True
+    return all(suits(value, bound) for suits, bound in bounds)
 
 
-def _is_multiple(value: Decimal, factor: Decimal) -> bool:
+def _is_multiple(value: Number, factor: Number) -> bool:
     """Exactly, however large or small they are; what has too many digits passes."""
-    if not value.is_finite():
+    is_finite = isinstance(value, int) or value.is_finite()
+    if not factor or not is_finite or _num_digits(value) > _MAX_DIGITS:
         return True
-    (_, digits, exponent), (_, factor_digits, factor_exponent) = value.as_tuple(), factor.as_tuple()
-    if max(len(digits), len(factor_digits)) > _MAX_DIGITS:
-        return True
-    number, divisor = (int("".join(map(str, each))) for each in (digits, factor_digits))
-    assert isinstance(exponent, int), "it is finite"
-    assert isinstance(factor_exponent, int), "it is finite"
+    (number, exponent), (divisor, factor_exponent) = _parts_of(value), _parts_of(factor)
     if (places := exponent - factor_exponent) >= 0:
+        # Zeros beyond that divide no more.
+        places = min(places, divisor.bit_length())
         return number * pow(10, places, divisor) % divisor == 0
     # Of more zeros than it has digits only 0 is a multiple.
-    return number == 0 or (-places < len(digits) and number % (divisor * 10**-places) == 0)
+    return number == 0 or (-places <= _MAX_DIGITS and number % (divisor * 10**-places) == 0)
 
 
-def _number(schema: Mapping[str, Any], keyword: str) -> "int | Decimal | None":
+# By what a value is compared with a number of its schema.
+_BOUNDS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+    "multipleOf": _is_multiple,
+}
+
+
+def _number(schema: Mapping[str, Any], keyword: str) -> Number | None:
     value = schema.get(keyword)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # Without a conversion: an integer may be more than any float.
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    number: int | Decimal = _exact(value)
-    return number
+    number: Number = _exact(value)
+    return None if isinstance(number, Decimal) and not number.is_finite() else number
+
+
+def _num_digits(value: Json) -> int:
+    """Return about how many digits a number is written with; 0 if a value is none."""
+    value = _exact(value)
+    if isinstance(value, Decimal):
+        return len(str(value))
+    return value.bit_length() * 3 // 10 if isinstance(value, int) else 0
+
+
+def _parts_of(number: Number) -> tuple[int, int]:
+    """Return an integer and a power of ten, of which a number without its sign is the product."""
+    if isinstance(number, int):
+        return abs(number), 0
+    digits, exponent = f"{number.copy_abs():E}".split("E")
+    whole, _, fraction = digits.partition(".")
+    return int(whole + fraction), int(exponent) - len(fraction)
 
 
 def _unread(node: Node) -> dict[str, Any]:

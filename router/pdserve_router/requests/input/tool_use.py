@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,18 @@ from pdserve_router.text.tokenizer import Tokenizer
 
 # As OpenAI has it. Of more a grammar would be too large.
 MAX_ENFORCED_TOOLS = 128
-# Objects in a tool's schema: the event loop waits some 10 us for each when an answer has a call.
-MAX_SCHEMA_OBJECTS = 4096
+# Of a tool: objects, and what stands where a schema may. The event loop waits some 10 us for each
+# when an answer has a call.
+MAX_SCHEMAS = 4096
+# What has these has a schema in each entry, or by each name.
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_OBJECTS_OF_SCHEMAS = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "$defs",
+    "definitions",
+)
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
 # Variables by which chat templates turn reasoning off.
@@ -118,23 +128,33 @@ def check_tool_use(
             field="tool_choice",
         )
     for name, schema in use.parameters.items():
-        if _has_too_many_objects(schema):
+        if _has_too_many_schemas(schema):
             raise InvalidRequestError(
-                f"tools.{name}.parameters has more than {MAX_SCHEMA_OBJECTS} objects",
-                field="tools",
+                f"tools.{name}.parameters has more than {MAX_SCHEMAS} schemas", field="tools"
             )
 
 
-def _has_too_many_objects(schema: Any) -> bool:
-    num_objects, left = 0, [schema]
-    while left and num_objects <= MAX_SCHEMA_OBJECTS:
+def _has_too_many_schemas(schema: Any) -> bool:
+    """An object may be one wherever it stands: others may refer to it."""
+    num_schemas, left = 0, [schema]
+    while left and num_schemas <= MAX_SCHEMAS:
         value = left.pop()
         if isinstance(value, dict):
-            num_objects += 1
+            num_schemas += 1 + sum(not isinstance(part, dict) for part in _schemas_within(value))
             left += value.values()
         elif isinstance(value, list):
             left += value
-    return num_objects > MAX_SCHEMA_OBJECTS
+    return num_schemas > MAX_SCHEMAS
+
+
+def _schemas_within(schema: dict[str, Any]) -> Iterator[Any]:
+    """Return what stands where a schema may: the event loop looks at it, whatever it is."""
+    for keyword in _LISTS_OF_SCHEMAS:
+        if isinstance(parts := schema.get(keyword), list):
+            yield from parts
+    for keyword in _OBJECTS_OF_SCHEMAS:
+        if isinstance(parts := schema.get(keyword), dict):
+            yield from parts.values()
 
 
 def calling_params(
