@@ -35,8 +35,8 @@ _MAX_CHECKS_OF_VALUE = 1000
 # Of a value, besides one for each part of it, that do not count for the document: an answer may
 # have any number of values.
 _FREE_CHECKS = 100
-# Digits of numbers that are compared, which cost as much as a check.
-_DIGITS_OF_CHECK = 64
+# Digits of numbers, or names, that are compared, which cost as much as a check.
+_SIZE_OF_CHECK = 64
 _MAX_DEPTH = 64
 # Of a name that is matched with patterns, and of a match.
 _MAX_NAME_CHARS = 256
@@ -415,9 +415,11 @@ class _Budget:
         """Return those of some parts that may be looked at."""
         return itertools.takewhile(self.lasts, parts)
 
-    def may_compare(self, num_digits: int) -> bool:
-        """Count numbers with so many digits, and return whether they may be compared."""
-        num_checks = num_digits // _DIGITS_OF_CHECK
+    def may_compare(self, size: int) -> bool:
+        """Count numbers of so many digits, or so many names, and return whether they may be
+        compared.
+        """
+        num_checks = size // _SIZE_OF_CHECK
         may_compare = num_checks <= self.num_left
         self.num_left -= min(num_checks, max(0, self.num_left))
         return may_compare
@@ -494,10 +496,14 @@ def _suits_itself(schema: Mapping[str, Any], facts: _Facts, value: Json, budget:
     noun = {"string": "Length", "array": "Items", "object": "Properties"}.get(type_)
     if noun is None:
         return True
-    if type_ == "object" and not facts.required <= value.keys():
+    if type_ == "object" and not _has_required(facts.required, value, budget):
         return False
     low, high = _number(schema, f"min{noun}"), _number(schema, f"max{noun}")
     return (low is None or len(value) >= low) and (high is None or len(value) <= high)
+
+
+def _has_required(names: frozenset[str], value: Mapping[str, Any], budget: _Budget) -> bool:
+    return not budget.may_compare(len(names)) or names <= value.keys()
 
 
 def _is_listed(facts: _Facts, type_: str, value: Json, budget: _Budget) -> bool:

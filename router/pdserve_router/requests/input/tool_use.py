@@ -136,14 +136,13 @@ def check_tool_use(
 
 def _has_too_many_schemas(schema: Any) -> bool:
     """An object may be one wherever it stands: others may refer to it."""
-    num_schemas, left = 0, [schema]
+    num_schemas, left = 0, [schema] if isinstance(schema, dict | list) else []
     while left and num_schemas <= MAX_SCHEMAS:
         value = left.pop()
         if isinstance(value, dict):
             num_schemas += 1 + sum(not isinstance(part, dict) for part in _schemas_within(value))
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
+        parts = value.values() if isinstance(value, dict) else value
+        left += (part for part in parts if isinstance(part, dict | list))
     return num_schemas > MAX_SCHEMAS
 
 
