@@ -60,10 +60,12 @@ def slow_decode(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_blocks(world: World) -> Iterator[None]:
-    """More answers than decode has room for: long prompts fill its KV blocks before its slots."""
+    """More answers than decode has room for: long prompts fill its KV blocks before its slots. They
+    stay for some 10 s, so that prefill fills them on a busy machine too.
+    """
     with (
         world.load(clients=80, prompt_tokens=(200, 400), max_tokens=32),
-        slowed(world, DECODE, step_s=0.15),
+        slowed(world, DECODE, step_s=0.3),
     ):
         yield
 
